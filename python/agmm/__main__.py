@@ -27,8 +27,19 @@ def main() -> None:
         else:
             reason = f"the commands do not load: {error}"
         print(f"agmm: {reason}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(1 if sys.argv[1:2] != ["doctor"] else _doctor())
     app(prog_name="agmm")
+
+
+def _doctor() -> int:
+    """The exit code of `agmm doctor`, which needs no extra."""
+    from agmm.cli import doctor_command
+
+    try:
+        return 0 if doctor_command.run(as_json="--json" in sys.argv[2:]) else 1
+    except KeyboardInterrupt:
+        print("agmm: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

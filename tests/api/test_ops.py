@@ -82,6 +82,10 @@ ASYNC_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"b": torch.ones(4, 3).double()}, "b: found dtype torch.float64, wanted torch.float32 as a"),
     ({"b": torch.ones(5, 3)}, "b: found K=5, wanted 4 as the columns of a"),
     (
+        {"b": torch.ones(5, 4)},
+        "b: found K=5, wanted 4 as the columns of a; did you mean b.t()?",
+    ),
+    (
         {"a": torch.ones(8, 4).long(), "b": torch.ones(4, 3).long()},
         f"a: found dtype torch.int64, wanted one of {', '.join(str(dtype) for dtype in FLOATS)}",
     ),
@@ -214,7 +218,7 @@ def test_what_kernels_cannot_do_is_said_of_the_arguments_of_the_op(
         ({"B": torch.ones(5, 3)}, "B: found K=5, wanted 4 as the columns of A_shard"),
         (
             {"B": [torch.ones(4, 3), torch.ones(3, 4)]},
-            "B: found K=3, wanted 4 as the columns of A_shard",
+            "B: found K=3, wanted 4 as the columns of A_shard; did you mean B.t()?",
         ),
         (
             {"B": torch.ones(4, 3).half()},
@@ -384,7 +388,7 @@ def test_native_op_names_what_is_wrong(group: str) -> None:
     native = torch.ops.agmm._fused_all_gather_matmul_native
     A, B = torch.ones(2, 4), torch.ones(4, 3)
     assert refusal(lambda: native(A, B.t(), group)) == (
-        "B: found K=3, wanted 4 as the columns of A_shard"
+        "B: found K=3, wanted 4 as the columns of A_shard; did you mean B.t()?"
     )
     assert refusal(lambda: native(A, B.half(), group)) == (
         "B: found dtype torch.float16, wanted torch.float32 as A_shard"

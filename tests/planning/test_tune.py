@@ -217,13 +217,32 @@ def test_two_at_once(folder: Path) -> None:
 
 
 def test_rows_that_cannot_be_saved_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGMM_CACHE_DIR", "/proc/agmm")
+    monkeypatch.setenv("AGMM_CACHE", "off")
     done = agmm(*ARGUMENTS, "--m", "10", "--n", "8", "--k", "8")
     assert done.returncode == 1
-    assert "/proc/agmm/cpu-x2.json: cannot be written (" in done.stderr
+    assert "AGMM_CACHE: found 'off', wanted 'on' to keep what was tuned" in done.stderr
     assert "these rows were not saved:" in done.stderr
     table = json.loads(done.stdout[done.stdout.index("{") :])
     assert [row["m"] for row in table["rows"]] == [10]
+
+
+def test_rows_that_the_ranks_cannot_share_are_left_out(folder: Path) -> None:
+    done = agmm(*ARGUMENTS, "--shapes", "10x8x8,11x8x8")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "agmm: left out 11x8x8: M: found 11, wanted a multiple of the world size, 2" in done.stderr
+    )
+    assert tuned_shapes(folder) == [Shape(10, 8, 8)]
+
+
+def test_nothing_is_measured_for_a_table_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AGMM_CACHE_DIR", "/proc/agmm")
+    done = agmm(*ARGUMENTS, "--m", "10", "--n", "8", "--k", "8")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("agmm: /proc/agmm: cannot be written to (")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_under_torchrun(folder: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
     ranks = 3
     arguments = ["--op", SCATTER, "--timeline", "48x8x24", "--plot", str(tmp_path), "--tp", "3"]
     done = _run(*BENCH, "--device", "cpu", *arguments)
-    path = tmp_path / "timeline-48x8x24.json"
+    path = tmp_path / f"timeline-{SCATTER}-cpu-x3-48x8x24.json"
     assert f"wrote {path}" in done.stderr
     events = json.loads(path.read_text())["traceEvents"]
     for rank in range(ranks):
@@ -201,7 +201,7 @@ def test_timelines_under_torchrun(tmp_path: Path) -> None:
     done = torchrun.run(tmp_path, ["--nproc-per-node=3"], ["-m", "agmm", "bench", *arguments])
     assert done.returncode == 0, done.stderr
     for shape in ("48x8x24", "96x16x24"):
-        path = tmp_path / f"timeline-{shape}.json"
+        path = tmp_path / f"timeline-all_gather_matmul-cpu-x3-{shape}.json"
         assert done.stderr.count(f"wrote {path}") == 1
         _is_sound(json.loads(path.read_text()), 3)
         if "no picture" not in done.stderr:

@@ -86,6 +86,10 @@ def test_version() -> None:
             ["found 13x8x8", "multiple of the world size, 4"],
         ),
         (["bench", "--samples", "0"], ["--samples"]),
+        (
+            ["demo", "--device", "cpu", "--tp", "1000"],
+            ["world size: found 1000", "at most 64 processes on the CPU"],
+        ),
         (["tune", "--device", "cpu"], ["found 0 ways to name them", "--m --n --k, --shapes"]),
         (["tune", "--device", "cpu", "--m", "8"], ["found --m 8 alone", "wanted --m, --n and --k"]),
         (["tune", "--device", "cpu", "--shapes", ","], ["found none in --shapes"]),

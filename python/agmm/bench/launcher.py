@@ -19,11 +19,15 @@ SHAPE_TIMEOUT_S = 300.0
 takes long."""
 
 
+MOST_CPU_RANKS = 64
+"""The most processes that a command starts on the CPU; each takes some 300 MB."""
+
+
 def choose(device: str, world_size: int | None) -> tuple[str, int]:
     """Return device and world size, from 'auto', 'cuda' or 'cpu' and the world size that is asked
     for: GPUs where there are at least 2.
 
-    Raises InvalidArgument where there are too few GPUs.
+    Raises InvalidArgument where there are too few GPUs, or too many processes would be started.
     """
     count = torch.cuda.device_count()
     if device == "auto":
@@ -35,7 +39,12 @@ def choose(device: str, world_size: int | None) -> tuple[str, int]:
         if size < 1 or size > count:
             raise InvalidArgument(f"world size: found {size}, wanted 1 to {count}, the GPUs here")
         return device, size
-    return device, DEFAULT_WORLD_SIZE if world_size is None else world_size
+    size = DEFAULT_WORLD_SIZE if world_size is None else world_size
+    if size > MOST_CPU_RANKS and torchrun_world_size() is None:
+        raise InvalidArgument(
+            f"world size: found {size}, wanted at most {MOST_CPU_RANKS} processes on the CPU"
+        )
+    return device, size
 
 
 def why_cpu(device: str, world_size: int | None) -> str | None:

@@ -203,6 +203,20 @@ class ShapeOptions:
         return sum((by_extent, *named))
 
 
+def shared_equally(shapes: list[Shape], tp: int) -> tuple[list[Shape], list[str]]:
+    """The shapes whose rows the ranks can share equally, and a line for each other one; all of them
+    where there is no such shape, whose error then says so."""
+    served = [shape for shape in shapes if shape.M % tp == 0]
+    if not served:
+        return shapes, []
+    lines = [
+        f"left out {shape}: M: found {shape.M}, wanted a multiple of the world size, {tp}"
+        for shape in shapes
+        if shape.M % tp
+    ]
+    return served, lines
+
+
 def parse_shapes(text: str, origin: str) -> list[Shape]:
     """Parses comma-separated MxNxK, each once. Raises InvalidArgument, also for none; its message
     names `origin`."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,6 +24,7 @@ from agmm.cli.options import (
     Tp,
     Where,
     one_line_errors,
+    say_left_out,
     say_why_cpu,
     torch_dtype,
 )
@@ -201,10 +200,13 @@ def tune(options: TuneOptions) -> None:
             return
         kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
         say_why_cpu(options.device, options.tp)
+        listed = shapes.read(ranks, op or Op.all_gather_matmul.value)
+        listed, left_out = presets.shared_equally(listed, ranks)
+        say_left_out(left_out)
         session = tuning_session.TuningOptions.of(
             kind,
             ranks,
-            shapes.read(ranks, op or Op.all_gather_matmul.value),
+            listed,
             None if options.dtype is None else torch_dtype(options.dtype),
             return_A=options.return_a,
             row_major=options.b_layout is Layout.row,
@@ -250,21 +252,7 @@ def doctor(
     Ends with exit code 1 only where agmm cannot work as installed.
     """
     with one_line_errors(needs_agmm=False):
-        from agmm.bench.machine import machine_facts
-        from agmm.cli import doctor as doctor_module
-        from agmm.cli import doctor_links, findings
+        from agmm.cli import doctor_command
 
-        found = doctor_module.diagnose()
-        links = doctor_links.gpu_links(_installation.load_core()[0])
-        if as_json:
-            facts = machine_facts()
-            body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in found]}
-            if links is not None:
-                body["gpu_links"] = [[str(link) for link in row] for row in links]
-            print(json.dumps(body, indent=1))
-        else:
-            print_table(console(), findings.table(found))
-            if links is not None:
-                print_table(console(), doctor_links.link_table(links))
-        if findings.is_broken(found):
+        if not doctor_command.run(as_json=as_json):
             raise typer.Exit(1)

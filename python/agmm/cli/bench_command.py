@@ -34,6 +34,7 @@ from agmm.bench.figures import check_writable
 from agmm.bench.options import Options
 from agmm.bench.timer import SAMPLES
 from agmm.cli import report_tables
+from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
@@ -208,10 +209,14 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         check_writable(request.json_path, "--json")
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     op = request.op or ALL_GATHER_MATMUL
+    shapes: list[Shape] | None = None
+    if request.shapes.given:
+        shapes, left_out = presets.shared_equally(request.shapes.read(ranks, op), ranks)
+        say_left_out(left_out)
     options = Options(
         device=kind,
         world_size=ranks,
-        shapes=request.shapes.read(ranks, op) if request.shapes.given else None,
+        shapes=shapes,
         ways=request.ways,
         dtype=request.dtype,
         samples=request.samples,
@@ -267,7 +272,7 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
                 continue
             what = "agmm" if op == ALL_GATHER_MATMUL else f"{op} of agmm"
             title = f"{what} on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
-            path = folder / f"timeline-{shape}.json"
+            path = folder / f"timeline-{op}-{kind}-x{ranks}-{shape}.json"
             try:
                 timeline_trace.write_trace(by_rank, path, title=title, one_clock=one_clock, op=op)
                 lines = [f"wrote {path}"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from agmm.bench.machine import torch
 from agmm.cli.findings import Finding
-from agmm.cli.terminal import plain_table
 from agmm.runtime import devices
 from agmm.runtime.topology import (
     FULLY_CONNECTED,
@@ -50,22 +47,6 @@ def gpu_links(core: Any) -> Matrix | None:
         ]
         for a, row in enumerate(matrix_of(known))
     ]
-
-
-def link_table(links: Matrix) -> Table:
-    """The matrix as a table."""
-    out = plain_table("GPU links")
-    out.caption = (
-        "NV2: 2 NVLinks; PIX, PXB, PHB, NODE, SYS: PCIe, the farther the later, as `nvidia-smi "
-        "topo -m` has it; -: no peer access"
-    )
-    out.caption_justify = "left"
-    out.add_column("")
-    for gpu in range(len(links)):
-        out.add_column(str(gpu))
-    for a, row in enumerate(links):
-        out.add_row(str(a), *("X" if a == b else str(link) for b, link in enumerate(row)))
-    return out
 
 
 def finding(core: Any) -> Finding:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.markup import escape
-from rich.table import Table
-
-from agmm.cli.terminal import plain_table
-
 Status = Literal["ok", "note", "broken"]
 
 
@@ -23,17 +18,18 @@ class Finding:
     status: Status = "ok"
 
 
-def table(findings: list[Finding]) -> Table:
-    """The findings as a table."""
-    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[bold red]BROKEN[/]"}
-    out = plain_table()
-    out.add_column("")
-    out.add_column("what", no_wrap=True)
-    out.add_column("found", overflow="fold", ratio=1)
-    out.add_column("what it means", overflow="fold", ratio=1)
-    for f in findings:
-        out.add_row(marks[f.status], f.name, escape(f.found), escape(f.meaning))
-    return out
+def as_text(findings: list[Finding]) -> str:
+    """The findings in plain lines."""
+    width = max(len(f.name) for f in findings)
+    mark = {"ok": "ok", "note": "note", "broken": "BROKEN"}
+    return "\n".join(
+        f"{mark[f.status]:6}  {f.name:{width}}  {_line(f.found)}: {_line(f.meaning)}"
+        for f in findings
+    )
+
+
+def _line(text: str) -> str:
+    return "; ".join(text.splitlines())
 
 
 def is_broken(findings: list[Finding]) -> bool:

@@ -269,6 +269,15 @@ def say_why_cpu(device: Device, tp: int | None) -> None:
         print(f"agmm: {reason}", file=sys.stderr)
 
 
+def say_left_out(lines: Iterable[str]) -> None:
+    """Says what a command leaves out, once among the ranks."""
+    from agmm.bench import launcher
+
+    if launcher.is_rank_0():
+        for line in lines:
+            print(f"agmm: {line}", file=sys.stderr)
+
+
 def element_bytes(dtype: DType) -> int:
     """The size of an element, by the bits in the dtype's name."""
     found = re.search(r"\d+", DTYPE_NAMES[dtype])

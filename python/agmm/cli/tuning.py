@@ -12,6 +12,7 @@ from agmm.bench.tuning_session import TuningOptions
 from agmm.bench.units import duration
 from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
+from agmm.planning import tables
 
 
 class TuningBar:
@@ -65,7 +66,12 @@ class TuningBar:
 
 def run(options: TuningOptions, world_size: int) -> bool:
     """Whether every shape has a plan that was saved, and no candidate failed. After Ctrl-C it
-    reports what is done, and raises."""
+    reports what is done, and raises.
+
+    Raises:
+        TableError: the user's table cannot be written; before anything is measured.
+    """
+    tables.check_folder()
     outcomes: list[tuner.Outcome] = []
     keeper = tuner.Keeper(world_size)
     leads = launcher.is_rank_0()

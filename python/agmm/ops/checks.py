@@ -113,10 +113,14 @@ def check_multipliable(name: str, tensor: torch.Tensor) -> None:
     check_dtype(name, tensor, _DTYPES.get(tensor.device.type, _OTHER_DTYPES))
 
 
-def check_inner(name: str, k: int, columns: int, which: str) -> None:
-    """Refuses a weight whose rows, ``k``, are not as many as the columns of ``which``."""
+def check_inner(name: str, k: int, columns: int, which: str, n: int | None = None) -> None:
+    """Refuses a weight whose rows, ``k``, are not as many as the columns of ``which``. Where its
+    own columns, ``n``, are, the message guesses that a transpose was forgotten."""
     if k != columns:
-        raise InvalidArgument(f"{name}: found K={k}, wanted {columns} as the columns of {which}")
+        guess = f"; did you mean {name}.t()?" if n == columns else ""
+        raise InvalidArgument(
+            f"{name}: found K={k}, wanted {columns} as the columns of {which}{guess}"
+        )
 
 
 def check_listed(name: str, given: Sequence[Any], what: str = "") -> None:
@@ -203,7 +207,7 @@ def check_gatherable(
     for B, bias in zip(Bs, biases, strict=True):
         check_matrix("B", B)
         check_same("B", B, "A_shard", A_shard)
-        check_inner("B", B.shape[0], columns, which)
+        check_inner("B", B.shape[0], columns, which, B.shape[1])
         if bias is not None:
             check_bias(bias, B.shape[1], "A_shard", A_shard)
 
@@ -217,7 +221,7 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
     if a.dtype not in wanted:
         names = ", ".join(str(dtype) for dtype in wanted)
         raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
-    check_inner("b", b.shape[0], a.shape[1], "a")
+    check_inner("b", b.shape[0], a.shape[1], "a", b.shape[1])
     check_chunk_signals("a", a, signals, pivot)
 
 
@@ -255,7 +259,7 @@ def _check_products(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> N
         check_same("A", A, "the first of the list", first)
         check_matrix("B", B)
         check_same("B", B, "A", first)
-        check_inner("B", B.shape[0], A.shape[-1], "A")
+        check_inner("B", B.shape[0], A.shape[-1], "A", B.shape[1])
         check_columns(B, weight)
 
 

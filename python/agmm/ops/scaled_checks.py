@@ -110,7 +110,7 @@ def _check_product(
     k = A.shape[-1]
     if k % K_MULTIPLE:
         raise InvalidArgument(f"{A_name}: found K={k}, wanted a multiple of {K_MULTIPLE}")
-    check_inner("B", B.shape[0], k, A_name)
+    check_inner("B", B.shape[0], k, A_name, B.shape[1])
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         check_dtype(name, scale, (torch.float32,))
         check_device(name, scale, A_name, A)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,24 @@ def save(gpu: str, world_size: int, rows: Iterable[tuple[Key, Row]]) -> Path:
     except OSError as error:
         raise TableError(f"{path}: cannot be written ({error.strerror or error})") from None
     return path
+
+
+def check_folder() -> None:
+    """Checks that tables can be written into the user's folder, which is made where it is missing.
+    Nothing is checked with ``AGMM_CACHE=off``.
+
+    Raises:
+        TableError: they cannot.
+    """
+    folder = user_folder()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TableError(f"{folder}: cannot be written to ({error.strerror or error})") from None
 
 
 def to_text(gpu: str, world_size: int, by_key: dict[Key, dict[int, Row]]) -> str:
