@@ -165,9 +165,9 @@ def sglang_layers(folder: Path, rows: int, on: bool) -> list[str]:
     """Faults of SGLang's two linears with sequence parallelism against the whole ones, after its
     own loader of plugins."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    given = folder, _sglang(), {}, {"AGMM_SGLANG": str(int(on)), "SGLANG_PLUGINS": "agmm"}
+    environment = {"AGMM_SGLANG": str(int(on)), "SGLANG_PLUGINS": "agmm"}
     ops = ("all_gather_matmul", "matmul_reduce_scatter")
-    with framework_stubs.installed(*given):
+    with framework_stubs.installed(folder, _sglang(), {}, environment):
         importlib.import_module("sglang.srt.plugins").load_plugins()
         sp = importlib.import_module("sglang.srt.layers.layernorm_sp")
         is_on = async_tp.is_enabled()

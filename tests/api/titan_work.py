@@ -50,7 +50,7 @@ def override() -> list[str]:
     from torchtitan.tools.profiler import Profiler
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
+    class Config(Configurable.Config):  # type: ignore[misc]
         profiler: Profiler.Config = dataclasses.field(default_factory=Profiler.Config)
 
     config = Config()

@@ -21,7 +21,9 @@ from torchtitan.tools.profiler import Profiler  # noqa: E402
 
 
 # An override has to claim a part of the config. Who replaces the profiler as well is told so.
-@override(target=Profiler.Config, description="agmm computes torch's fused ops of async TP")
+@override(  # type: ignore[untyped-decorator]
+    target=Profiler.Config, description="agmm computes torch's fused ops of async TP"
+)
 def by_agmm(config: Profiler.Config) -> Profiler.Config:
     """Makes agmm compute torch's fused ops in this process, as `agmm.async_tp.enable`.
 
