@@ -26,7 +26,9 @@ SETTINGS ?= build/settings
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
 # Libraries that agmm serves, as they were tried.
-CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0
+CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0 tyro==1.0.17
+# Tests read single files of these, which need nothing of what the packages require.
+CLIENTS_ALONE ?= torchtitan==0.3.0 spmd_types==0.2.3 sglang==0.5.23
 CLIENTS_VENV ?= build/clients
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)
@@ -98,6 +100,7 @@ test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## 
 test-clients: $(VENV)/.installed ## test libraries that agmm serves, in an environment with the pinned packages
 	test -x $(CLIENTS_VENV)/bin/python || PYTHON="$(PY)" tools/make_venv.sh $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps $(CLIENTS_ALONE)
 	$(CLIENTS_VENV)/bin/python -m pytest --ignore tests/gpu -m clients $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand

@@ -74,6 +74,14 @@ LEARN: Final = Variable(
     "on: the first calls of a kind without a tuned plan try a few plans and keep the fastest, see "
     "`agmm.learn_plans`; the same on all ranks",
 )
+SGLANG: Final = Variable(
+    "AGMM_SGLANG",
+    "0",
+    "1: agmm serves the linears of SGLang's sequence parallelism, in every process of SGLang",
+)
+VLLM: Final = Variable(
+    "AGMM_VLLM", "0", "1: agmm serves vLLM's tensor parallelism, in every process of vLLM"
+)
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
     *(
@@ -89,6 +97,8 @@ RUN_TIME: Final = (
         RECORD,
         REPORT,
         LEARN,
+        SGLANG,
+        VLLM,
     ),
 )
 BUILD_TIME: Final = (

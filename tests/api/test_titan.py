@@ -1,22 +1,28 @@
-"""torchtitan's eager async-TP linears, which call torch's ops by name, on CPU ranks over agmm."""
+"""torchtitan's eager async-TP linears, which call torch's ops by name, on CPU ranks over agmm, and
+the override that has agmm compute these ops."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
+import sys
 
 import pytest
 import titan_work
 import torch
 
+from agmm.errors import InvalidArgument
 from agmm.testing.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(
+needs_linears = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("torchtitan", "spmd_types")),
     reason="needs torchtitan 0.3.0 and spmd_types 0.2.3: pip install --no-deps "
     "torchtitan==0.3.0 spmd_types==0.2.3",
 )
 
 
+@needs_linears
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -28,3 +34,29 @@ def test_linears_of_torchtitan(
     results = pool.run(titan_work.run, world_size, which, dtype)
     assert sum(result is not None for result in results) == world_size
     assert [fault for result in results for fault in result or []] == []
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("torchtitan", "spmd_types", "tyro")),
+    reason="needs torchtitan with tyro, in the versions that `make test-clients` installs",
+)
+def test_the_override_has_agmm_serve(pool: RankPool) -> None:
+    assert pool.run(titan_work.override) == [[]] * 5
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("0.2.2", "version 0.2.2"), ("0.4.0", "version 0.4.0"), (None, "none")]
+)
+def test_a_torchtitan_that_was_not_tried_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, found: str
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.delitem(sys.modules, "agmm.integrations.torchtitan", raising=False)
+    with pytest.raises(InvalidArgument, match=rf"^torchtitan: found {found}, wanted 0\.3"):
+        importlib.import_module("agmm.integrations.torchtitan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import op_work
 import torch
 import torch.distributed as dist
 
+from agmm.integrations import async_tp
 from agmm.testing.reference import relative_error
 
 
@@ -39,6 +41,28 @@ def mm_with_out_dtype() -> torch.library.Library | None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
     return library
+
+
+def override() -> list[str]:
+    """Faults of torchtitan's own mechanism of overrides, given the line of a user."""
+    from torchtitan.config import Configurable, OverrideConfig, apply_overrides
+    from torchtitan.config.override import parse_cli_imports
+    from torchtitan.tools.profiler import Profiler
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):  # type: ignore[misc]
+        profiler: Profiler.Config = dataclasses.field(default_factory=Profiler.Config)
+
+    config = Config()
+    given, before = config.profiler, async_tp.is_enabled()
+    imports = parse_cli_imports(["agmm.integrations.torchtitan.by_agmm"])
+    lines = apply_overrides(OverrideConfig(imports=imports), config)
+    on = async_tp.is_enabled()
+    async_tp.disable()
+    faults = [] if (before, on) == (False, True) else [f"agmm serves: {before}, {on}"]
+    if config.profiler is not given:
+        faults.append(f"profiler: {config.profiler}")
+    return faults if len(lines) == 1 else [*faults, *lines]
 
 
 def _leaf(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import mesh_over
 from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import agmm
+from agmm.errors import InvalidArgument
 from agmm.nn import (
     ColumnParallelLinear,
     Fp8Recipe,
@@ -409,3 +411,18 @@ def _without_forward(linear: torch.nn.Module) -> torch.nn.Module:
 
         off = CastConfig(ScalingType.DISABLED, target_dtype=torch.float8_e4m3fn)
     return converted(linear, "tensorwise", cast_config_input=off, cast_config_weight=off)
+
+
+def quantised_by_torchao(style: str) -> str:
+    """With which words a style refuses a linear whose weight torchao has quantised."""
+    with _quiet():
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        module = torch.nn.Sequential(torch.nn.Linear(32, 32)).bfloat16()
+        quantize_(module, Int8WeightOnlyConfig())
+    mesh = mesh_over(tuple(range(dist.get_world_size())))
+    try:
+        parallelize_module(module, mesh, {"0": getattr(agmm.nn, style)()})
+    except InvalidArgument as error:
+        return str(error).rpartition(": weight: ")[2]
+    return "nothing was refused"

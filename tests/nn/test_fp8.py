@@ -112,3 +112,15 @@ def test_no_rows_and_frozen_layers(pool: RankPool, world_size: int) -> None:
 def test_what_is_refused(pool: RankPool, kind: str, message: str) -> None:
     for found in pool.run(work.bad, kind)[3:]:
         assert message in found
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    "style", ["GatherColwiseParallel", "RowwiseScatterParallel", "RowwiseAllReduceParallel"]
+)
+def test_weights_that_torchao_has_quantised_are_refused(pool: RankPool, style: str) -> None:
+    message = (
+        "found torchao.quantization.Int8Tensor, wanted a plain tensor: no style divides weights "
+        "that are quantised already"
+    )
+    assert pool.run(work.quantised_by_torchao, style) == [message] * 5

@@ -279,7 +279,7 @@ def _declared() -> dict[str, set[str]]:
     }
 
 
-SERVED = {"megatron", "peft", "transformers"}
+SERVED = {"megatron", "peft", "torchtitan", "transformers", "vllm"}
 """The packages that an integration serves: who uses it has them already."""
 
 

@@ -14,27 +14,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 from typing import Any
 
 from agmm.errors import InvalidArgument
+from agmm.integrations.clients import Client
 
 __all__ = ["served", "spec_provider"]
 
-_WANTED = "0.16 to 0.19"
-_FIRST, _LAST = (0, 16), (0, 19)
-
-
-def _check_version() -> None:
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        raise InvalidArgument(
-            f"megatron-core: found none, wanted {_WANTED}: pip install megatron-core==0.16.0"
-        ) from None
-    version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if not _FIRST <= version <= _LAST:
-        raise InvalidArgument(f"megatron-core: found version {found}, wanted {_WANTED}")
+_CLIENT = Client("megatron-core", (0, 16), (0, 19), "0.16.0")
 
 
 def served(spec: Any, *, strict: bool = False) -> Any:
@@ -57,7 +44,7 @@ def served(spec: Any, *, strict: bool = False) -> Any:
         InvalidArgument: megatron-core is missing, or of a version that is not known to work, or the
             spec has no linears of Megatron's own.
     """
-    _check_version()
+    _CLIENT.check()
     from agmm.integrations import megatron_linear
 
     by_agmm = megatron_linear.classes(strict)
@@ -80,7 +67,7 @@ def spec_provider(*, strict: bool = False) -> Any:
     Raises:
         InvalidArgument: megatron-core is missing, or of a version that is not known to work.
     """
-    _check_version()
+    _CLIENT.check()
     from agmm.integrations import megatron_linear
 
     return megatron_linear.SpecProvider(strict)

@@ -11,17 +11,17 @@ model of transformers that `agmm.integrations.transformers` serves.
 
 from __future__ import annotations
 
-import importlib.metadata
+from functools import partial
 from typing import Any
 
-from agmm.errors import InvalidArgument
+from agmm.integrations.clients import Client, Replaced
 
 __all__ = ["disable", "enable", "is_enabled"]
 
-_WANTED = "0.21"
+_CLIENT = Client("peft", (0, 21), (0, 21), "0.21.2")
 _NAMES = ("_create_new_module", "_get_adapter_state_dict")
 
-_replaced: dict[str, Any] = {}
+_replaced = Replaced()
 
 
 def _tuner() -> Any:
@@ -30,14 +30,7 @@ def _tuner() -> Any:
     Raises:
         InvalidArgument: peft is missing, or of a version that is not known to work.
     """
-    try:
-        found = importlib.metadata.version("peft")
-    except importlib.metadata.PackageNotFoundError:
-        raise InvalidArgument(
-            f"peft: found none, wanted {_WANTED}: pip install peft==0.21.2"
-        ) from None
-    if found.split(".")[:2] != _WANTED.split("."):
-        raise InvalidArgument(f"peft: found version {found}, wanted {_WANTED}")
+    _CLIENT.check()
     from peft.tuners.lora.model import LoraModel
 
     return LoraModel
@@ -60,7 +53,7 @@ def enable() -> None:
         return
     from agmm.integrations import peft_lora
 
-    _replaced.update({name: tuner.__dict__[name] for name in _NAMES})
+    _replaced.keep((name, tuner.__dict__[name]) for name in _NAMES)
     create = tuner._create_new_module
     state_dict = _replaced["_get_adapter_state_dict"].__func__
 
@@ -79,9 +72,7 @@ def enable() -> None:
 def disable() -> None:
     """Gives PEFT its own methods back. Adapters that were added stay as they are."""
     if _replaced:
-        tuner = _tuner()
-        while _replaced:
-            setattr(tuner, *_replaced.popitem())
+        _replaced.give_back(partial(setattr, _tuner()))
 
 
 def is_enabled() -> bool:

@@ -16,13 +16,13 @@ With sequence parallelism the plan is another one, and there is no more to do:
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import os
 from typing import Any
 
 import torch
 
 from agmm.errors import InvalidArgument
+from agmm.integrations.clients import Client, Replaced
 from agmm.integrations.transformers_styles import (
     LAST_NORM,
     LAYER,
@@ -36,10 +36,9 @@ from agmm.integrations.transformers_styles import (
 
 __all__ = ["disable", "enable", "is_enabled", "sequence_plan"]
 
-_WANTED = "5.17 to 5.24"
-_FIRST, _LAST = (5, 17), (5, 24)
+_CLIENT = Client("transformers", (5, 17), (5, 24), "5.24.0")
 
-_replaced: dict[str, Any] = {}
+_replaced = Replaced()
 
 
 def _registry() -> Any:
@@ -48,15 +47,7 @@ def _registry() -> Any:
     Raises:
         InvalidArgument: transformers is missing, or of a version that is not known to work.
     """
-    try:
-        found = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        raise InvalidArgument(
-            f"transformers: found none, wanted {_WANTED}: pip install transformers==5.24.0"
-        ) from None
-    version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if not _FIRST <= version <= _LAST:
-        raise InvalidArgument(f"transformers: found version {found}, wanted {_WANTED}")
+    _CLIENT.check()
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     return ALL_PARALLEL_STYLES
@@ -75,8 +66,8 @@ def enable() -> None:
     registry = _registry()
     if _replaced:
         return
+    _replaced.keep((name, registry[name]) for name in LINEAR_STYLES)
     for name in LINEAR_STYLES:
-        _replaced[name] = registry[name]
         registry.register(name, LinearStyle(name, registry[name]))
     for name, forward in SEQUENCE_STYLES.items():
         registry.register(name, SequenceStyle(forward))
@@ -85,9 +76,7 @@ def enable() -> None:
 def disable() -> None:
     """Gives transformers its own styles back. Models that are sharded already stay as they are."""
     if _replaced:
-        registry = _registry()
-        while _replaced:
-            registry.register(*_replaced.popitem())
+        _replaced.give_back(_registry().register)
 
 
 def is_enabled() -> bool:

@@ -7,6 +7,7 @@ from agmm.nn.gradients import clip_grad_norm_, sum_replicated_gradients
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from agmm.nn.mlp import GatedMLP
 from agmm.nn.optimizer import parameter_groups
+from agmm.nn.packed import UnpackedLinear
 from agmm.nn.replicated import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn.state_dict import full_state_dict, load_full_state_dict
 from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, SharedGatherParallel
@@ -22,6 +23,7 @@ __all__ = [
     "RowwiseAllReduceParallel",
     "RowwiseScatterParallel",
     "SharedGatherParallel",
+    "UnpackedLinear",
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
@@ -60,6 +61,14 @@ class Target(NamedTuple):
             if isinstance(self.module, torch.nn.Linear):
                 why = " itself: the style takes the place of forward, and a subclass has its own"
             raise self.fault(f"found {found}, wanted torch.nn.Linear{why}")
+        for name, value in self.module.named_parameters(recurse=False):
+            parameter: Any = value
+            wrapper = type(parameter)
+            if not isinstance(parameter, DTensor) and is_traceable_wrapper_subclass(parameter):
+                raise self.fault(
+                    f"{name}: found {wrapper.__module__}.{wrapper.__qualname__}, wanted a plain "
+                    "tensor: no style divides weights that are quantised already"
+                )
         if own is not None and fp8 not in (None, own):
             raise self.fault(
                 f"fp8: found {named(fp8)}, wanted None or the module's own {named(own)}"

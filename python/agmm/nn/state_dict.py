@@ -11,13 +11,16 @@ from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_shard, local_values
 from agmm.nn._ranks import check_mesh_alive
 from agmm.nn._sharded import ShardedLinear
+from agmm.nn.packed import UnpackedLinear
+
+_Owner = ShardedLinear | UnpackedLinear
 
 
 def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[torch.Tensor]]]:
     """By the name in the whole module: the tensors of the state dict that hold it, and how."""
-    held_by_piece: dict[str, tuple[str, Held, ShardedLinear]] = {}
+    held_by_piece: dict[str, tuple[str, Held, _Owner]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        if isinstance(owner, ShardedLinear):
+        if isinstance(owner, _Owner):
             start = f"{prefix}." if prefix else ""
             for name, held in owner.held.items():
                 for piece in held.names:
@@ -39,7 +42,8 @@ def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[t
 def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the whole, unsharded module, on every rank. Collective.
 
-    Under the names of the same module with ``torch.nn.Linear`` for agmm's layers. DTensors are
+    Under the names of the same module with ``torch.nn.Linear`` for agmm's layers and for
+    `UnpackedLinear`. DTensors are
     gathered, those of FSDP2 too; the rest is taken from this rank.
 
     Raises:
@@ -59,8 +63,9 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Copy the state dict of the whole module into a sharded one; each rank takes its shards.
 
-    The dict is that of the same module with ``torch.nn.Linear`` for agmm's layers. A layer with
-    several outputs has one weight, those of its outputs one below the other. Every rank gives the
+    The dict is that of the same module with ``torch.nn.Linear`` for agmm's layers and for
+    `UnpackedLinear`. A layer with several outputs has one weight, those of its outputs one below
+    the other. Every rank gives the
     same dict. Nothing is copied where an error is raised.
 
     Raises:

@@ -1,0 +1,36 @@
+"""Sequence parallelism of SGLang by agmm.
+
+SGLang loads the entry point of this module in all its processes, and `enable` is called where
+``AGMM_SGLANG=1``:
+
+    AGMM_SGLANG=1 python -m sglang.launch_server --tp 4 --enable-layernorm-sp ...
+"""
+
+from __future__ import annotations
+
+from agmm import _env
+from agmm.integrations import async_tp, plugins
+from agmm.integrations.clients import Client
+
+__all__ = ["enable", "plugin"]
+
+_CLIENT = Client("sglang", (0, 5, 23), (0, 5, 23), "0.5.23")
+
+
+def enable() -> None:
+    """Makes agmm serve the linears of SGLang's sequence parallelism in this process.
+
+    They call torch's fused ops by name, which agmm computes after this, as after
+    `agmm.async_tp.enable`.
+
+    Raises:
+        InvalidArgument: sglang is missing, or of a version that was not tried.
+        AgmmError: this torch lacks one of the ops, or its schema is another one.
+    """
+    _CLIENT.check()
+    async_tp.enable()
+
+
+def plugin() -> None:
+    """Calls `enable` where ``AGMM_SGLANG=1``. Where that fails one warning says why."""
+    plugins.start(_env.SGLANG, enable)
