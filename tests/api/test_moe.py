@@ -1,0 +1,92 @@
+"""Mixtures of experts on CPU ranks: results, routings and gradients against an unfused model in
+float64, refusals, and what torch makes of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import moe_work as work
+import pytest
+import torch
+from moe_work import Case
+
+from agmm.testing.ranks import RankPool
+
+SKEWS = ("even", "zipf", "one", "none", "drops")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert sum(result is not None for result in results) == world_size
+    assert [fault for result in results for fault in result or []] == []
+
+
+def uneven(world_size: int) -> tuple[int, ...]:
+    """Numbers of tokens of which one is 0 where there are several ranks."""
+    return tuple((3 * rank + 5) % 7 for rank in range(world_size))
+
+
+def table(world_size: int, dtype: torch.dtype) -> list[Case]:
+    """Cases of every skew, with few and with many experts and choices."""
+    even = (4,) * world_size
+    found = [Case(even, k, 2, skew, dtype) for skew in SKEWS for k in (1, 2, 5)]
+    found += [
+        Case(uneven(world_size), 2, experts, skew, dtype, seed=experts, column_major=True)
+        for skew in SKEWS
+        for experts in (1, 8)
+    ]
+    found += [Case(even, 2, 4, "zipf", dtype, activation=name) for name in (None, "gelu", "relu2")]
+    found += [Case(uneven(world_size), 3, 4, "drops", dtype, sliced=True, bias=False, seed=2)]
+    return [*found, Case(even, 16, 64, "zipf", dtype), Case((0,) * world_size, 2, 2, "even", dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_results_are_those_of_the_model(
+    pool: RankPool, world_size: int, dtype: torch.dtype
+) -> None:
+    check(pool.run(work.forward_faults, world_size, table(world_size, dtype)), world_size)
+
+
+def test_results_of_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
+    cases = [case for dtype in DTYPES[::3] for case in table(8, dtype)]
+    check(rank_pools(8).run(work.forward_faults, 8, cases), 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_random_cases(pool: RankPool, world_size: int, seed: int) -> None:
+    check(pool.run(work.random_faults, world_size, seed, 40), world_size)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"return_gathered": True},
+    {"save_gathered": True},
+    {"save_preactivation": False, "return_gathered": True, "save_gathered": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda given: " ".join(given) or "as usual")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_gradients_are_those_of_the_model(
+    pool: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    even, odd = (3,) * world_size, uneven(world_size)
+    cases = [
+        Case(even, 2, 2),
+        Case(odd, 3, 2, "drops", column_major=True),
+        Case(odd, 2, 3, "zipf", activation=None, seed=5),
+        Case(even, 2, 3, "one", activation="gelu", sliced=True, bias=False),
+        Case(odd, 1, 2, "none"),
+        Case((0,) * world_size, 2, 2),
+    ]
+    check(pool.run(work.gradient_faults, world_size, cases, options), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradcheck(pool: RankPool, world_size: int) -> None:
+    case = Case((3,) * world_size, 2, 2, "drops", column_major=True, seed=1)
+    results = pool.run(work.gradcheck, world_size, case, {})
+    assert results[-world_size:] == [True] * world_size
