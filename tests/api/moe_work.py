@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from autograd_work import _AllParts as AllParts
 from autograd_work import _in_step as in_step
 from autograd_work import _OwnPart as OwnPart
 from rank_work import group_of
+from torch.utils._pytree import tree_map
 
 import agmm
 
@@ -42,6 +44,7 @@ class Case(NamedTuple):
         return self.experts if self.sliced else self.experts * len(self.tokens)
 
 
+@cache
 def ids_of(case: Case) -> torch.Tensor:
     """The experts of all ranks' tokens."""
     rng = random.Random(case.seed)
@@ -116,6 +119,7 @@ def whole_of(case: Case) -> list[Operands]:
     return found
 
 
+@cache
 def routing_of(case: Case, rank: int) -> list[tuple[int, int, int]]:
     """Expert, token and choice of each row of a rank."""
     first = 0 if case.sliced else rank * case.experts
@@ -128,48 +132,43 @@ def routing_of(case: Case, rank: int) -> list[tuple[int, int, int]]:
     )
 
 
-def _exact_rows(
-    case: Case, rank: int, all_x: torch.Tensor, given: Operands
-) -> list[list[torch.Tensor]]:
-    """The results of the first half for each row, by the unfused model."""
-    rows = []
-    for expert, token, _ in routing_of(case, rank):
-        products = []
-        for weight, bias in zip(given.up, given.up_bias, strict=True):
-            product = all_x[token].double() @ weight[expert].double()
-            products.append(product if bias is None else product + bias[expert].double())
-        rows.append(activated(case.activation, products) if case.activation else products)
-    return rows
+def _by_row(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
+) -> torch.Tensor:
+    """Each row times its expert's matrix, in float64."""
+    found = torch.einsum("rk,rkn->rn", rows.double(), weight.double()[experts])
+    return found if bias is None else found + bias.double()[experts]
 
 
 def exact(case: Case, ranks: list[Operands]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """The results of the first half on each rank, and of both halves for all tokens."""
-    all_x = torch.cat([one.x for one in ranks])
-    all_topk = torch.cat([one.topk for one in ranks])
-    outs = [torch.zeros(case.hidden, dtype=torch.float64) for _ in range(len(all_x))]
-    first = []
+    """The results of the first half on each rank, and of both halves for all tokens, by the unfused
+    model."""
+    x = torch.cat([one.x for one in ranks])
+    topk = torch.cat([one.topk for one in ranks]).double()
+    whole, first = torch.zeros(len(x), case.hidden, dtype=torch.float64), []
     for rank, given in enumerate(ranks):
-        rows = _exact_rows(case, rank, all_x, given)
-        count = 1 if case.activation else len(given.up)
-        first.append(
-            [
-                torch.stack([row[i] for row in rows])
-                if rows
-                else torch.zeros(0, case.inner, dtype=torch.float64)
-                for i in range(count)
-            ]
-        )
-        for (expert, token, choice), row in zip(routing_of(case, rank), rows, strict=True):
-            product = row[0] @ given.down[expert].double()
-            if given.down_bias is not None:
-                product = product + given.down_bias[expert].double()
-            outs[token] = outs[token] + all_topk[token, choice].double() * product
-    whole = torch.stack(outs) if outs else torch.zeros(0, case.hidden, dtype=torch.float64)
+        routing = torch.tensor(routing_of(case, rank), dtype=torch.int64).view(-1, 3)
+        experts, tokens, choices = routing.unbind(1)
+        weights = zip(given.up, given.up_bias, strict=True)
+        rows = [_by_row(x[tokens], weight, bias, experts) for weight, bias in weights]
+        first.append(activated(case.activation, rows) if case.activation else rows)
+        products = _by_row(first[-1][0], given.down, given.down_bias, experts)
+        whole = whole.index_add(0, tokens, topk[tokens, choices, None] * products)
     return first, whole
 
 
+def placed(given: Any, device: str) -> Any:
+    """Tensors and structures of them on a device."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, given)
+
+
 def both_halves(
-    case: Case, given: Operands, group: dist.ProcessGroup, **options: Any
+    case: Case,
+    given: Operands,
+    group: dist.ProcessGroup,
+    *,
+    strict: bool = True,
+    **options: Any,
 ) -> tuple[list[torch.Tensor], agmm.moe.Routing, torch.Tensor | None, torch.Tensor]:
     """The results of the first half, the routing, the gathered tokens, and the result of both."""
     even = len(set(case.tokens)) == 1
@@ -182,12 +181,12 @@ def both_halves(
         tokens_per_rank=None if even and case.seed % 3 else list(case.tokens),
         bias=given.up_bias if len(given.up) > 1 else given.up_bias[0],
         activation=case.activation,
-        strict=True,
+        strict=strict,
         **options,
     )
     ys = y if isinstance(y, list) else [y]
     out = moe.grouped_matmul_reduce_scatter(
-        ys[0], given.down, routing, given.topk, group, bias=given.down_bias, strict=True
+        ys[0], given.down, routing, given.topk, group, bias=given.down_bias, strict=strict
     )
     return ys, routing, gathered[0] if gathered else None, out
 
@@ -197,18 +196,17 @@ def _absolute(given: Operands) -> Operands:
     be: errors of rounding are as large as these, and not as what is left of them."""
     values = [one if isinstance(one, list) else [one] for one in given]
     found = [[None if t is None else t.abs() for t in some] for some in values]
-    lists = [
-        some if isinstance(one, list) else some[0] for one, some in zip(given, found, strict=True)
-    ]
-    return Operands(*lists)._replace(ids=given.ids)  # type: ignore[arg-type]
+    both = zip(given, found, strict=True)
+    made: list[Any] = [some if isinstance(one, list) else some[0] for one, some in both]
+    return Operands(*made)
 
 
 def _magnitudes(case: Case) -> Case:
     """The case without a function that makes numbers smaller."""
     name = case.activation
-    return case._replace(
-        activation="relu2" if name == "relu2" else name and ("relu", "silu_mul")[name in GATED]
-    )
+    if name in GATED:
+        return case._replace(activation="silu_mul")
+    return case if name in (None, "relu2") else case._replace(activation="relu")
 
 
 def _differs(found: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> str | None:
@@ -224,18 +222,25 @@ def _differs(found: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -
     return None if error <= limit else f"found an error of {error:.3g}, wanted {limit:.3g}"
 
 
-def forward_faults(world_size: int, cases: list[Case]) -> list[str] | None:
+def forward_faults(
+    world_size: int,
+    cases: list[Case],
+    group: dist.ProcessGroup | None = None,
+    *,
+    strict: bool = True,
+    device: str = "cpu",
+) -> list[str] | None:
     """Faults, in words, of calls without gradients."""
-    group = group_of(world_size)
+    group = group or group_of(world_size)
     if group is None:
         return None
     rank = group.rank()
     faults = []
     for case in cases:
         ranks = whole_of(case)
-        given = ranks[rank]
+        given = placed(ranks[rank], device)
         first, whole = exact(case, ranks)
-        ys, routing, _, out = both_halves(case, given, group)
+        ys, routing, _, out = placed(both_halves(case, given, group, strict=strict), "cpu")
         largest, largest_out = exact(_magnitudes(case), [_absolute(one) for one in ranks])
         tokens = list(case.tokens)
         found = {"out": _differs(out, whole.split(tokens)[rank], largest_out.split(tokens)[rank])}
@@ -245,8 +250,8 @@ def forward_faults(world_size: int, cases: list[Case]) -> list[str] | None:
             if y[rows:].any():
                 found["behind"] = "found numbers behind the last row, wanted zeros"
         found["routing"] = _routing_fault(case, rank, routing)
-        ys_again, _, _, out_again = both_halves(case, given, group)
-        if not all(map(torch.equal, [*ys, out], [*ys_again, out_again])):
+        again = placed(both_halves(case, given, group, strict=strict), "cpu")
+        if not all(map(torch.equal, [*ys, out], [*again[0], again[-1]])):
             found["again"] = "found other bits in the second call"
         faults += [f"{case} rank {rank}: {n}: {fault}" for n, fault in found.items() if fault]
     return faults
@@ -309,10 +314,14 @@ def random_faults(world_size: int, seed: int, count: int) -> list[str] | None:
 
 
 def gradient_faults(
-    world_size: int, cases: list[Case], options: dict[str, Any]
+    world_size: int,
+    cases: list[Case],
+    options: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+    device: str = "cpu",
 ) -> list[str] | None:
     """Faults, in words, of gradients in float64, beside those of the unfused model."""
-    group = group_of(world_size)
+    group = group or group_of(world_size)
     if group is None:
         return None
     rank, faults = group.rank(), []
@@ -334,10 +343,10 @@ def gradient_faults(
         if options.get("return_gathered"):
             loss = loss + world_size * (torch.cat([one.x for one in ranks]) * cot_gathered).sum()
         own = ranks[rank].leaves()
-        loss = loss + 0.0 * own["x"].sum()  # where no token has an expert
         wanted = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
         given = cot[rank], cot_out.split(list(case.tokens))[rank], cot_gathered
-        found = _own_gradients(case, ranks[rank], group, given, options)
+        made = {**options, "strict": device == "cpu"}
+        found = _own_gradients(case, ranks[rank], group, given, made, device)
         for name, grad, other in zip(own, found, wanted, strict=True):
             fault = _gradient_fault(own[name], grad, other)
             if fault is not None:
@@ -363,10 +372,12 @@ def _own_gradients(
     group: dist.ProcessGroup,
     gradients: tuple[list[torch.Tensor], torch.Tensor, torch.Tensor],
     options: dict[str, Any],
+    device: str,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of this rank's operands, for those of its results."""
     of_ys, of_out, of_gathered = gradients
-    ys, _, gathered, out = both_halves(case, given, group, **options)
+    found = both_halves(case, placed(given, device), group, **options)
+    ys, _, gathered, out = placed(found, "cpu")
     loss = (out * of_out).sum()
     for y, of_y in zip(ys, of_ys, strict=True):
         loss = loss + (y[: len(of_y)] * of_y).sum()

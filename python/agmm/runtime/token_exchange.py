@@ -85,6 +85,8 @@ class ByBackend(Exchange):
         with nan_check.done():
             name = self.group.group_name
             found = collectives.start_all_gather(padded, name, 0, call=self.call)()
+        if min(self.counts) == most:
+            return found
         rows = found.view(len(self.counts), most, *shard.shape[1:])
         for count, part, target in zip(self.counts, rows, out.split(self.counts), strict=True):
             target.copy_(part[:count])
