@@ -11,6 +11,7 @@ import pytest
 import torch
 from moe_work import Case
 
+from agmm.runtime import cpu_collectives
 from agmm.testing.ranks import RankPool
 
 SKEWS = ("even", "zipf", "one", "none", "drops")
@@ -52,6 +53,30 @@ def test_results_are_those_of_the_model(
 def test_results_of_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     cases = [case for dtype in DTYPES[::3] for case in table(8, dtype)[::2]]
     check(rank_pools(8).run(work.forward_faults, 8, cases), 8)
+
+
+@pytest.mark.parametrize("tokens", [(0, 3000, 1), (2500, 2500, 2500)], ids=str)
+def test_tensors_that_go_through_the_slots_in_bands(
+    pool: RankPool, tokens: tuple[int, ...]
+) -> None:
+    """More than `BAND_BYTES` are sent, of which a rank without tokens sends nothing."""
+    case = Case(tokens, 1, 2, "zipf", torch.float64, hidden=120, inner=3)
+    assert max(tokens) * case.hidden * 8 > cpu_collectives.BAND_BYTES
+    check(pool.run(work.forward_faults, 3, [case]), 3)
+
+
+def test_ranks_with_different_numbers_ask_for_slots_of_one_size() -> None:
+    """Else some would take part in growing them, and others not."""
+    sizes, whole = [0, 100_000, 7], torch.zeros(100_007)
+    found = set()
+    for rank, size in enumerate(sizes):
+        own = torch.zeros(size)
+        jobs = (
+            cpu_collectives.AllGather(rank, 3, own, whole, sizes),
+            cpu_collectives.ReduceScatter(rank, 3, whole, own, False, sizes),
+        )
+        found |= {job.slot_bytes() for job in jobs}
+    assert len(found) == 1 and found.pop() >= 2 * 4 * 100_000
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,111 @@ from agmm.ops.checks import check_flag, check_listed, check_operand
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
 from agmm.runtime import groups
-from agmm.runtime.epilogues import named
+from agmm.runtime.epilogues import GatedActivation, named
 
 
+@overload
+def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: GatedActivation,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: GatedActivation,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[list[torch.Tensor], Routing]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[list[torch.Tensor], Routing, torch.Tensor]: ...
 def all_gather_grouped_matmul(
     x: torch.Tensor,
     weights: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
@@ -33,7 +135,10 @@ def all_gather_grouped_matmul(
     strict: bool = False,
     save_gathered: bool = False,
     save_preactivation: bool = True,
-) -> Any:
+) -> (
+    tuple[torch.Tensor | list[torch.Tensor], Routing]
+    | tuple[torch.Tensor | list[torch.Tensor], Routing, torch.Tensor]
+):
     """The first half of a mixture of experts: all ranks' tokens, each times the matrices of its
     experts that this rank has. Collective.
 

@@ -118,12 +118,13 @@ def products_by_torch(
 def _takes(*operands: torch.Tensor) -> bool:
     """Whether torch's grouped matmul takes the operands, of which each is row- or column-major."""
     for tensor in operands:
-        *_, by_row, by_column = tensor.stride()
-        line = by_row if by_column == 1 else by_column
-        is_aligned = line * tensor.element_size() % _ALIGNMENT == 0
-        if tensor.dtype != torch.bfloat16 or 1 not in (by_row, by_column) or not is_aligned:
+        *batch, by_row, by_column = tensor.stride()
+        line, width = (by_row, -1) if by_column == 1 else (by_column, -2)
+        if tensor.dtype != torch.bfloat16 or 1 not in (by_row, by_column) or 0 in tensor.shape:
             return False
-        if tensor.data_ptr() % _ALIGNMENT or 0 in tensor.shape:
+        if line < tensor.shape[width] or tensor.data_ptr() % _ALIGNMENT:
+            return False
+        if any(stride * tensor.element_size() % _ALIGNMENT for stride in (line, *batch)):
             return False
     return True
 
