@@ -1,5 +1,5 @@
 """What single calls of mixtures of experts lead to: refusals, other paths, graphs of a compiler,
-ends of ranks that differ. Run inside the ranks of a group."""
+ends of ranks that differ, gradients. Run inside the ranks of a group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from autograd_work import _AllParts as AllParts
+from autograd_work import _in_step as in_step
+from autograd_work import _OwnPart as OwnPart
 from moe_work import Case, both_halves, forward_faults, moe, whole_of
 from rank_groups import fresh_group
 from rank_work import group_of
@@ -132,3 +135,31 @@ def nan_is_found() -> list[str]:
         finally:
             agmm.check_nan("off")
     return said
+
+
+def gradcheck(world_size: int, case: Case, options: dict[str, Any]) -> bool | None:
+    """Whether `torch.autograd.gradcheck` finds the gradients of both halves right."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    ranks = whole_of(case._replace(dtype=torch.float64))
+    names = list(ranks[0].leaves())
+    inputs = [torch.stack([one.leaves()[name].contiguous() for one in ranks]) for name in names]
+
+    def fn(*wholes: torch.Tensor) -> torch.Tensor:
+        own = {n: OwnPart.apply(w, group) for n, w in zip(names, wholes, strict=True)}
+        given = ranks[group.rank()]
+        count = range(len(given.up))
+        given = given._replace(
+            x=own["x"],
+            topk=own["topk"],
+            up=[own[f"up{i}"] for i in count],
+            up_bias=[own.get(f"up_bias{i}") for i in count],
+            down=own["down"],
+            down_bias=own.get("down_bias"),
+        )
+        *_, out = both_halves(case, given, group, **options)
+        found: torch.Tensor = AllParts.apply(out, group)
+        return found
+
+    return in_step(fn, [whole.requires_grad_() for whole in inputs], is_linear=False)

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from activation_work import GATED, activated
-from autograd_work import _AllParts as AllParts
-from autograd_work import _in_step as in_step
-from autograd_work import _OwnPart as OwnPart
 from rank_work import group_of
 from torch.utils._pytree import tree_map
 
@@ -384,31 +381,3 @@ def _own_gradients(
     if gathered is not None:
         loss = loss + (gathered * of_gathered).sum()
     return torch.autograd.grad(loss, list(given.leaves().values()), allow_unused=True)
-
-
-def gradcheck(world_size: int, case: Case, options: dict[str, Any]) -> bool | None:
-    """Whether `torch.autograd.gradcheck` finds the gradients of both halves right."""
-    group = group_of(world_size)
-    if group is None:
-        return None
-    ranks = whole_of(case._replace(dtype=torch.float64))
-    names = list(ranks[0].leaves())
-    inputs = [torch.stack([one.leaves()[name].contiguous() for one in ranks]) for name in names]
-
-    def fn(*wholes: torch.Tensor) -> torch.Tensor:
-        own = {n: OwnPart.apply(w, group) for n, w in zip(names, wholes, strict=True)}
-        given = ranks[group.rank()]
-        count = range(len(given.up))
-        given = given._replace(
-            x=own["x"],
-            topk=own["topk"],
-            up=[own[f"up{i}"] for i in count],
-            up_bias=[own.get(f"up_bias{i}") for i in count],
-            down=own["down"],
-            down_bias=own.get("down_bias"),
-        )
-        *_, out = both_halves(case, given, group, **options)
-        found: torch.Tensor = AllParts.apply(out, group)
-        return found
-
-    return in_step(fn, [whole.requires_grad_() for whole in inputs], is_linear=False)

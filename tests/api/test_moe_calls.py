@@ -78,6 +78,13 @@ def test_nans_are_found(rank_pools: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradcheck(pool: RankPool, world_size: int) -> None:
+    case = Case((3,) * world_size, 2, 2, "drops", column_major=True, seed=1)
+    results = pool.run(work.gradcheck, world_size, case, {})
+    assert results[-world_size:] == [True] * world_size
+
+
 # --- one rank ---
 
 
