@@ -13,10 +13,14 @@ if not _installation.is_light_command():
         # blamed on the core.
         import torch as _torch  # noqa: F401
 
-        from agmm import _core, async_tp, collectives
+        from agmm import _core, async_tp, collectives, moe
         from agmm.errors import AgmmError, InvalidArgument, Unsupported
         from agmm.ops.all_gather_matmul import all_gather_matmul
         from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+        from agmm.ops.grouped_matmuls import (
+            all_gather_grouped_matmul,
+            grouped_matmul_reduce_scatter,
+        )
         from agmm.ops.learning import learn_plans
         from agmm.ops.matmul_all_reduce import matmul_all_reduce
         from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -53,14 +57,17 @@ __all__ = [
     "Status",
     "Unsupported",
     "__version__",
+    "all_gather_grouped_matmul",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "async_tp",
     "check_nan",
     "collectives",
+    "grouped_matmul_reduce_scatter",
     "learn_plans",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe",
     "record",
     "release",
     "reserve",

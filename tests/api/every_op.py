@@ -29,7 +29,7 @@ E4M3 = torch.float8_e4m3fn
 def _public() -> dict[str, Callable[..., Any]]:
     """The public functions that take tensors, by their names."""
     found: dict[str, Callable[..., Any]] = {}
-    for module in (agmm, collectives):
+    for module in (agmm, collectives, agmm.moe):
         for name in module.__all__:
             function = getattr(module, name)
             if inspect.isfunction(function) and tensors_of(function):
@@ -113,7 +113,10 @@ class Call(NamedTuple):
     def saves_results(self) -> bool:
         """Whether the backward wants what the call returned."""
         saves_products = "::" in self.op and "save_preactivation" in self.settings
-        return self.op.endswith("rms_norm") or "save_gathered" in self.settings or saves_products
+        # A routing is a result that the backward wants.
+        saves_routing = self.op == "agmm.all_gather_grouped_matmul"
+        is_norm = self.op.endswith("rms_norm")
+        return is_norm or "save_gathered" in self.settings or saves_products or saves_routing
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(f'{key}={value}' for key, value in self.settings.items())})"
@@ -174,6 +177,7 @@ def calls(world_size: int, sizes: Sizes | None = None, device: str = "cpu") -> l
         *_scatters(make),
         *_without_a_dimension(make),
         *_collectives(make),
+        *([] if make.sizes.dim or make.sizes.is_last else _of_experts(make)),
         *_fp8_scatters(make),
         *([] if make.sizes.is_last else _fp8_gathers(make)),
         *([] if make.sizes.is_last or device != "cpu" else _packed(make)),
@@ -336,6 +340,76 @@ def _collectives(make: _Maker) -> Iterator[Call]:
             into = {name: tensor.clone() for name, tensor in normed.items()}
             into |= {"out": make.numbers(*shard), "residual_out": make.numbers(*shard)}
             yield Call(op, into, {"eps": 1e-6}, 0, False)
+
+
+EXPERTS = 2
+"""The experts of a rank."""
+
+
+def _of_experts(make: _Maker) -> Iterator[Call]:
+    """Ops of mixtures of experts. Every token goes to every expert, so that all ranks have as many
+    rows."""
+    held, ranks, device = prod(make.sizes.leading), make.world_size, make.device
+    total = held * ranks
+    rows, flops = EXPERTS * total, 2 * EXPERTS * total * K * N
+    ids = torch.arange(EXPERTS * ranks, device=device).repeat(held, 1)
+    experts = {"num_experts": EXPERTS * ranks, "capacity": rows}
+    local = {"num_local_experts": EXPERTS}
+    yield Call("agmm.moe.route", {"topk_ids": ids.clone()}, experts, 0, False)
+    yield Call("agmm::_route", {"topk_ids": ids.clone()}, experts | local, 0, False)
+
+    def weights(k: int = K, n: int = N) -> list[torch.Tensor]:
+        return [make.numbers(EXPERTS, k, n), make.numbers(EXPERTS, n, k).mT]
+
+    def biases() -> list[torch.Tensor | None]:
+        return [make.numbers(EXPERTS, N), None]
+
+    given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
+    options: _Settings = {"capacity": rows, "return_gathered": True, "save_gathered": True}
+    public = "agmm.all_gather_grouped_matmul"
+    yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
+    given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
+    options = {"capacity": rows, "activation": "silu_mul"}
+    yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
+    # Each rank has a slice of all experts here, and so the same routing.
+    routing = _routing(total, EXPERTS, device)
+    tensors = {name: getattr(routing, name) for name in ("tokens", "offsets", "positions")}
+    given = {"x": make.numbers(held, K), "weights": weights(), "biases": biases()}
+    given |= {name: tensor.clone() for name, tensor in tensors.items()}
+    settings: _Settings = {"return_gathered": True, "activation": "silu_mul"}
+    settings["save_preactivation"] = True
+    yield Call("agmm::_all_gather_grouped_matmul", given, settings, 2 * flops, True)
+    given = {
+        "y": make.numbers(rows, K),
+        "weights": make.numbers(EXPERTS, K, N),
+        "bias": make.numbers(EXPERTS, N),
+        "topk_weights": make.numbers(held, EXPERTS),
+    }
+    public = "agmm.grouped_matmul_reduce_scatter"
+    yield Call(public, given, {"routing": routing}, flops, True)
+    given = {
+        "ys": [make.numbers(rows, K), make.numbers(rows, K)],
+        "weights": weights(),
+        "bias": make.numbers(EXPERTS, N),
+        "topk_weights": make.numbers(held, EXPERTS).float(),
+    }
+    given |= {name: tensor.clone() for name, tensor in tensors.items()}
+    yield Call("agmm::_grouped_matmul_reduce_scatter", given, {}, 2 * flops, True)
+    given = {"rows": make.numbers(rows, K), "douts": make.numbers(rows, N)}
+    given["offsets"] = routing.offsets.clone()
+    yield Call("agmm::_grouped_grad_of_weight", given, {}, flops, False)
+    given = {"douts": make.numbers(rows, N), "offsets": routing.offsets.clone()}
+    yield Call("agmm::_grouped_grad_of_bias", given, {}, 0, False)
+
+
+def _routing(tokens: int, experts: int, device: str = "cpu") -> agmm.moe.Routing:
+    """The routing of tokens of which each goes to all experts of a rank, one after the other."""
+    every = torch.arange(tokens * experts, dtype=torch.int32, device=device)
+    counts = torch.full((experts,), tokens, dtype=torch.int32, device=device)
+    offsets = tokens * torch.arange(experts + 1, dtype=torch.int32, device=device)
+    positions = every.view(experts, tokens).t().contiguous()
+    divisor = max(1, tokens)
+    return agmm.moe.Routing(every % divisor, every // divisor, counts, offsets, positions)
 
 
 def _fp8_gathers(make: _Maker) -> Iterator[Call]:

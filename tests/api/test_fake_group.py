@@ -65,6 +65,12 @@ def _norm(rows: int) -> Any:
     return agmm.collectives.all_reduce_rms_norm(x, x, torch.ones(K))[0]
 
 
+def _tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tokens of a rank, a weight of two experts, and two experts of other ranks for each
+    token."""
+    return torch.ones(rows, K), torch.ones(2, K, N), torch.tensor([[0, 5]]).repeat(rows, 1)
+
+
 OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = {
     "gather": (
         lambda rows: agmm.all_gather_matmul(torch.ones(rows, K), torch.ones(K, N)),
@@ -144,6 +150,19 @@ OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = 
     "all_reduce": (
         lambda rows: agmm.collectives.all_reduce(torch.ones(rows, K)),
         lambda rows: (rows, K),
+    ),
+    "experts, in": (
+        lambda rows: agmm.all_gather_grouped_matmul(*_tokens(rows), capacity=40, strict=True)[0],
+        lambda rows: (40, N),
+    ),
+    "experts, out": (
+        lambda rows: agmm.grouped_matmul_reduce_scatter(
+            torch.ones(40, K),
+            torch.ones(2, K, N),
+            agmm.moe.route(_tokens(rows)[2], num_experts=2 * WORLD, capacity=40),
+            torch.ones(rows, 2),
+        ),
+        lambda rows: (rows, N),
     ),
     "all_reduce_rms_norm": (_norm, lambda rows: (rows, K)),
 }

@@ -22,6 +22,10 @@ REFUSED = {
             r"A: found 2 products, wanted at most 1 of fp8 in one kernel; strict",
         ),
         ("gather.*activation=", r"activation: found '.*', wanted one that a kernel of .*; strict"),
+        (
+            r"agmm\.(moe|all_gather_grouped|grouped_matmul)",
+            r"experts: found device cuda, wanted cpu: no kernel of this build.*; strict",
+        ),
         (r"agmm\.matmul_", r"residual: found one, wanted None: no kernel of this build.*; strict"),
     )
 }

@@ -131,10 +131,34 @@ OPS: dict[str, tuple[str, Callable[[int], Any]]] = {
     "all_reduce": ("all_reduce", lambda rows: agmm.collectives.all_reduce(torch.ones(rows, 2))),
     "all_reduce_rms_norm": ("all_reduce_rms_norm", lambda rows: _norm(rows, needs_grad=False)),
     "norm with a gradient": ("all_reduce_rms_norm", lambda rows: _norm(rows, needs_grad=True)),
+    "route": (
+        "route",
+        lambda rows: agmm.moe.route(torch.zeros(rows, 1, dtype=torch.int32), num_experts=2),
+    ),
+    "all_gather_grouped_matmul": (
+        "all_gather_grouped_matmul",
+        lambda rows: agmm.all_gather_grouped_matmul(
+            torch.ones(rows, 16), torch.ones(1, 16, 2), _routing(2 * rows)
+        ),
+    ),
+    "grouped_matmul_reduce_scatter": (
+        "grouped_matmul_reduce_scatter",
+        lambda rows: agmm.grouped_matmul_reduce_scatter(
+            *(torch.ones(2 * rows, 16), torch.ones(1, 16, 2), _routing(2 * rows)),
+            torch.ones(rows, 1),
+        ),
+    ),
     "reserve": ("reserve", lambda rows: agmm.reserve(None, rows << 20)),
     "release": ("release", lambda rows: agmm.release(None)),
 }
 """The public functions by what is tried, each with a call of it on so many rows."""
+
+
+def _routing(tokens: int) -> agmm.moe.Routing:
+    """The routing of tokens that all go to one expert."""
+    rows, one = torch.arange(tokens, dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    offsets = torch.cat([torch.zeros_like(one), one])
+    return agmm.moe.Routing(rows, torch.zeros_like(rows), one, offsets, rows[:, None])
 
 
 def _norm(rows: int, *, needs_grad: bool) -> Any:

@@ -65,7 +65,7 @@ def test_a_difference_names_the_op_that_each_rank_called(kinds: tuple[str, str])
 def test_each_public_function_that_ranks_call_together_is_tried() -> None:
     functions = {
         name
-        for module in (agmm, agmm.collectives)
+        for module in (agmm, agmm.collectives, agmm.moe)
         for name in module.__all__
         if "group" in getattr(getattr(module, name), "__annotations__", {})
     }

@@ -64,12 +64,30 @@ def _packed_gathered(A_shard: _Shape, *_: Any, out_shape: Any, **__: Any) -> int
     return sum(2 * prod(out) * A_shard[-1] for out in out_shape[-1])
 
 
+def _grouped_gather(
+    x: _Shape, weights: _Shapes, biases: Any, tokens: _Shape, *_: Any, **__: Any
+) -> int:
+    """Each row that the routing has room for is multiplied by one matrix of each weight."""
+    return sum(2 * tokens[0] * prod(weight[1:]) for weight in weights)
+
+
+def _grouped_scatter(ys: _Shapes, weights: _Shapes, *_: Any, **__: Any) -> int:
+    return sum(2 * y[0] * prod(w[1:]) for y, w in zip(ys, weights, strict=True))
+
+
+def _grouped_grad(rows: _Shape, douts: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(rows) * douts[1]
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
+    "_all_gather_grouped_matmul": _grouped_gather,
     "_all_gather_matmul": _gathered,
     "_all_gather_packed_matmul": _packed_gathered,
     "_all_gather_scaled_matmul": _scaled_gathered,
     "_async_input_mm": _waiting_product,
     "_async_input_scaled_mm": _scaled_waiting_product,
+    "_grouped_grad_of_weight": _grouped_grad,
+    "_grouped_matmul_reduce_scatter": _grouped_scatter,
     "_matmul_all_reduce": _product,
     "_matmul_reduce_scatter": _products,
     "_scaled_matmul": _scaled_product,

@@ -263,15 +263,17 @@ def who(kind: Kind) -> str:
 
 def _kind(call: Served, words: Call, by: str, reason: str | None) -> Kind:
     given = words.arguments
-    As, Bs = _listed(given.get("A_shard", given.get("A"))), _listed(given["B"])
+    As = _listed(next(given[name] for name in _ROWS if name in given))
+    # A routing has no weights: the ids stand for them.
+    Bs = _listed(given.get("B", given.get("weights", As)))
     world_size = call.group.size()
-    is_gather = "A_shard" in given
+    is_gather = any(name in given for name in _GATHERED)
     m = math.prod(As[0].shape[:-1])
-    columns = tuple(B.N if isinstance(B, Packed4BitWeight) else B.shape[1] for B in Bs)
+    columns = tuple(B.N if isinstance(B, Packed4BitWeight) else B.shape[-1] for B in Bs)
     dim = given.get("gather_dim", given.get("scatter_dim", 0)) % As[0].dim()
     return Kind(
         op=words.op,
-        m=m * world_size if is_gather else m,
+        m=sum(given.get("tokens_per_rank", [m] * world_size)) if is_gather else m,
         n=columns if is_gather else columns[:1],
         k=sum(A.shape[-1] for A in As),
         dtype=_dtype(As[0], Bs[0]),
@@ -289,6 +291,11 @@ def _kind(call: Served, words: Call, by: str, reason: str | None) -> Kind:
     )
 
 
+_GATHERED = ("A_shard", "x", "topk_ids")
+_ROWS = (*_GATHERED, "A", "y")
+"""The arguments of which an op gathers or multiplies the rows."""
+
+
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -303,7 +310,7 @@ def _dtype(A: torch.Tensor, B: Any) -> str:
 def _layout(B: Any) -> str:
     if isinstance(B, Packed4BitWeight):
         return "packed"
-    return "column" if B.stride(0) == 1 and B.stride(1) != 1 else "row"
+    return "column" if B.stride(-2) == 1 and B.stride(-1) != 1 else "row"
 
 
 def _scaling(given: dict[str, Any], A: torch.Tensor, B: Any) -> str | None:

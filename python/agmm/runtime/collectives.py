@@ -177,6 +177,28 @@ def reduce_scatter(
     return moved(shard, 0, dim)
 
 
+def all_to_all(
+    parts: torch.Tensor, group_name: str, counts: list[int], rank: int, *, call: Call
+) -> torch.Tensor:
+    """The rows that all ranks have for this one, [world_size, counts[rank], ...], by rank.
+
+    Args:
+        parts: [sum(counts), ...], contiguous; ``counts[r]`` rows for each rank r, in their order.
+        rank: this rank, in the group.
+        call: what it is for, for messages. It is not traced.
+    """
+    mine = counts[rank]
+
+    def start() -> torch.Tensor:
+        op = _functional.all_to_all_single
+        found: torch.Tensor = op(parts, [mine] * len(counts), counts, backend_name(group_name))
+        return found
+
+    started = _start("all_to_all", parts, group_name, 0, call, start, f", {counts} rows")
+    found: torch.Tensor = _functional.wait_tensor(started)
+    return found.view(len(counts), mine, *parts.shape[1:])
+
+
 def all_reduce(
     partial: torch.Tensor,
     group_name: str,

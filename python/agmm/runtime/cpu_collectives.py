@@ -146,16 +146,19 @@ class Job:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class AllGather(Job):
-    """Gathers ``sent`` [n], of one n on all ranks, to ``out`` [world_size * n]."""
+    """Gathers ``sent`` [n] to ``out`` [world_size * n], or as many numbers as ``sizes`` has."""
+
+    sizes: Sequence[int] | None = None
+    """How many numbers each rank sends; None for one n on all ranks."""
 
     def _most(self) -> int:
-        return len(self.sent)
+        return max(self.sizes or [len(self.sent)])
 
     def run(self, exchange: Exchange) -> None:
-        _gather(
-            exchange, self.rank, self.sent, list(self.out.view(self.world_size, len(self.sent)))
-        )
+        sizes = self.sizes or [len(self.sent)] * self.world_size
+        _gather(exchange, self.rank, self.sent, list(self.out.split(list(sizes))))
 
 
 @dataclass(frozen=True)
@@ -167,15 +170,20 @@ class _Sum(Job):
         return self.world_size if self.is_avg else 1
 
 
+@dataclass(frozen=True)
 class ReduceScatter(_Sum):
-    """Sums ``sent`` [world_size * n] over the ranks; ``out`` [n] is this rank's shard of the
-    sum."""
+    """Sums ``sent`` [world_size * n], or of as many numbers as ``sizes`` has, over the ranks;
+    ``out`` [n] is this rank's shard of the sum."""
+
+    sizes: Sequence[int] | None = None
+    """How many numbers each rank gets; None for one n on all ranks."""
 
     def _most(self) -> int:
-        return len(self.out)
+        return max(self.sizes or [len(self.out)])
 
     def run(self, exchange: Exchange) -> None:
-        parts = list(self.sent.view(self.world_size, len(self.out)))
+        sizes = self.sizes or [len(self.out)] * self.world_size
+        parts = list(self.sent.split(list(sizes)))
         _scatter(exchange, self.rank, parts, self._divisor, self.out)
 
 

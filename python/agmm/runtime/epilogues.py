@@ -64,28 +64,32 @@ class Epilogue(NamedTuple):
         """Whether the products of two weights, gate and up, make one result."""
         return self.activation.endswith(_GATE)
 
-    def check(self, Bs: Sequence[Any], dtype: torch.dtype) -> None:
+    def check(self, Bs: Sequence[Any], dtype: torch.dtype, *, name: str = "B") -> None:
         """Refuses weights that the activation cannot have, and dtypes.
+
+        Args:
+            name: the argument that holds the weights.
 
         Raises:
             InvalidArgument: names the activation, the weights found and those wanted.
         """
-        name = self.activation
+        activation = self.activation
         if not dtype.is_floating_point:
             raise InvalidArgument(
-                f"activation: found {name!r} for dtype {dtype}, wanted a real floating-point type"
+                f"activation: found {activation!r} for dtype {dtype}, wanted a real "
+                "floating-point type"
             )
         if not self.is_gated:
             return
         if len(Bs) != 2:
             raise InvalidArgument(
-                f"activation: found {name!r} with B a list of {len(Bs)}, wanted two weights, gate "
-                "and up"
+                f"activation: found {activation!r} with {name} a list of {len(Bs)}, wanted two "
+                "weights, gate and up"
             )
         gate, up = Bs
         if gate.shape != up.shape:
             raise InvalidArgument(
-                f"activation: found {name!r} with weights {tuple(gate.shape)} and "
+                f"activation: found {activation!r} with weights {tuple(gate.shape)} and "
                 f"{tuple(up.shape)}, wanted gate and up of one shape"
             )
 

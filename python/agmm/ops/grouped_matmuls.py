@@ -1,0 +1,323 @@
+"""``agmm.all_gather_grouped_matmul`` and ``agmm.grouped_matmul_reduce_scatter``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agmm.errors import InvalidArgument
+from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
+from agmm.ops.checks import check_flag, check_listed, check_operand
+from agmm.ops.operands import autocast
+from agmm.ops.routing import Routing, route
+from agmm.runtime import groups
+from agmm.runtime.epilogues import GatedActivation, named
+
+
+@overload
+def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: GatedActivation,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: GatedActivation,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[False] = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[list[torch.Tensor], Routing]: ...
+@overload
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    num_experts: int | None = ...,
+    capacity: int | None = ...,
+    tokens_per_rank: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    activation: str | None = ...,
+    return_gathered: Literal[True],
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[list[torch.Tensor], Routing, torch.Tensor]: ...
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
+    topk_ids: torch.Tensor | Routing,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    num_experts: int | None = None,
+    capacity: int | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    activation: str | None = None,
+    return_gathered: bool = False,
+    strict: bool = False,
+    save_gathered: bool = False,
+    save_preactivation: bool = True,
+) -> (
+    tuple[torch.Tensor | list[torch.Tensor], Routing]
+    | tuple[torch.Tensor | list[torch.Tensor], Routing, torch.Tensor]
+):
+    """The first half of a mixture of experts: all ranks' tokens, each times the matrices of its
+    experts that this rank has. Collective.
+
+    The result has a row for each token and each of its choices whose expert is on this rank, sorted
+    by expert and inside an expert by token (`agmm.moe.Routing`). Every rank of the group calls with
+    the same shapes, dtypes and settings, in the same order, as with any collective; what the
+    tokens' experts are is free. Differentiable once, with respect to x, weights and bias; the
+    backward of x is `grouped_matmul_reduce_scatter`. Under autocast x, weights and bias are cast as
+    ``torch.nn.functional.linear`` casts them. ``torch.compile`` traces it.
+
+    On CUDA no kernel has it yet: the tokens are gathered by the group's backend and multiplied by
+    torch's grouped matmul, with one warning.
+
+    Args:
+        x: [T_local, K], this rank's tokens: bfloat16, float16, float32 or float64.
+        weights: [experts of this rank, K, N], each matrix row-major or column-major (a transposed
+            [experts, N, K]); or a list of such that share the gather.
+        topk_ids: int32 or int64 [T_local, k], the experts of each token; ids below 0 are dropped.
+            Or the `agmm.moe.Routing` that `agmm.moe.route` has made of them; then without
+            ``num_experts``, ``capacity`` and ``tokens_per_rank``.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        num_experts: how many experts there are on all ranks; those of the weights times the world
+            size when None. As many as in the weights where each rank has a slice of all experts.
+        capacity: the rows of the result, the same on all ranks; when None room for all choices of
+            all tokens. More rows than that on any rank are an error on all.
+        tokens_per_rank: how many tokens each rank holds, the same on all ranks; None where all hold
+            as many as this one.
+        bias: [experts of this rank, N], added before the rounding; for a list of weights one each
+            (or None).
+        activation: as in `all_gather_matmul`: of each product with its bias, or a gated one of two
+            weights, gate and up.
+        return_gathered: also return the tokens of all ranks, in a tensor of their own.
+        strict: raise `Unsupported` instead of taking the unfused path.
+        save_gathered: keep the gathered tokens for the backward of the weights, instead of x, which
+            takes 1 / world_size of the memory and is gathered again.
+        save_preactivation: with an activation, keep the products with their biases for the
+            backward; else the backward gathers and multiplies again.
+
+    Returns:
+        ``(y, routing)`` with y [capacity, N], zeros behind the last row; with ``return_gathered``
+        ``(y, routing, gathered)``. For a list of weights y is a list, but for a gated activation.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    epilogue = named(activation)
+    given: list[Any] = list(weights) if isinstance(weights, (list, tuple)) else [weights]
+    check_listed("weights", given, " weight")
+    biases = _listed_biases(bias, len(given))
+    for name, tensors in (("x", [x]), ("weights", given), ("bias", biases)):
+        for tensor in tensors:
+            if tensor is not None or name != "bias":
+                check_operand(name, tensor)
+    for name, flag in (
+        ("return_gathered", return_gathered),
+        ("strict", strict),
+        ("save_gathered", save_gathered),
+        ("save_preactivation", save_preactivation),
+    ):
+        check_flag(name, flag)
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
+    if isinstance(topk_ids, Routing):
+        for name, value in (
+            ("num_experts", num_experts),
+            ("capacity", capacity),
+            ("tokens_per_rank", tokens_per_rank),
+        ):
+            if value is not None:
+                raise InvalidArgument(f"{name}: found {value!r} with a Routing, wanted None")
+        routing = topk_ids
+    else:
+        local = given[0].shape[0]
+        routing = route(
+            topk_ids,
+            group,
+            num_experts=local * world_size if num_experts is None else num_experts,
+            num_local_experts=local,
+            capacity=capacity,
+            tokens_per_rank=tokens_per_rank,
+            strict=strict,
+        )
+    x, *rest = autocast((x, *given, *biases), x.device)
+    needs_grad = torch.is_grad_enabled()
+    saves = save_gathered and needs_grad and any(weight.requires_grad for weight in given)
+    gathered, outs = torch.ops.agmm._all_gather_grouped_matmul.default(
+        x,
+        cast("list[torch.Tensor]", rest[: len(given)]),
+        rest[len(given) :],
+        *(routing.tokens, routing.offsets, routing.positions),
+        *(group_name, world_size, list(routing.tokens_per_rank or ())),
+        return_gathered or saves,
+        strict,
+        saves,
+        activation or "",
+        bool(
+            epilogue
+            and save_preactivation
+            and needs_grad
+            and any(t is not None and t.requires_grad for t in (x, *rest))
+        ),
+    )
+    if epilogue is not None:
+        outs = outs[: epilogue.results_of(len(given))]
+    is_list = isinstance(weights, (list, tuple)) and not (epilogue and epilogue.is_gated)
+    y = outs if is_list else outs[0]
+    return (y, routing, gathered) if return_gathered else (y, routing)
+
+
+def _listed_biases(bias: Any, count: int) -> list[torch.Tensor | None]:
+    if isinstance(bias, (list, tuple)):
+        return list(bias)
+    if bias is not None and count != 1:
+        raise InvalidArgument(f"bias: found one for {count} weights, wanted a list of one each")
+    return [bias] * count
+
+
+def grouped_matmul_reduce_scatter(
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    routing: Routing,
+    topk_weights: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """The second half of a mixture of experts: each row times its expert's matrix, and for each
+    token the sum over its choices, on all ranks, weighted by the router. Collective.
+
+    A choice that was dropped adds nothing; a token without any other has zeros. Sums are made in
+    float32 (float64 for float64), choice by choice on a rank and then in the order of the ranks,
+    and rounded once: the same call has the same bits every time. Differentiable once, with respect
+    to y, weights, bias and topk_weights; the backward of y is `all_gather_grouped_matmul`. Under
+    autocast y, weights and bias are cast as ``torch.nn.functional.linear`` casts them.
+    ``torch.compile`` traces it.
+
+    On CUDA no kernel has it yet: torch's grouped matmul, whose products are rounded, and an
+    all-to-all of the group's backend take its place, with one warning.
+
+    Args:
+        y: [capacity, K], rows in the order of the routing, as `all_gather_grouped_matmul` returns
+            them. Rows behind the last one are not read.
+        weights: [experts of this rank, K, N], each matrix row-major or column-major.
+        routing: the `agmm.moe.Routing` of the rows.
+        topk_weights: [T_local, k], the router's weights of this rank's tokens, of any
+            floating-point dtype.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        bias: [experts of this rank, N], added to each row before it is weighted. Where every rank
+            has a slice of all experts, the biases of the ranks are added up.
+        strict: raise `Unsupported` instead of taking the unfused path.
+
+    Returns:
+        [T_local, N], of the dtype of y.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    for name, tensor in (("y", y), ("weights", weights), ("topk_weights", topk_weights)):
+        check_operand(name, tensor)
+    if bias is not None:
+        check_operand("bias", bias)
+    given: Any = routing
+    if not isinstance(given, Routing):
+        found = type(given).__name__
+        raise InvalidArgument(f"routing: found {found}, wanted an agmm.moe.Routing")
+    check_flag("strict", strict)
+    y, weights, bias = autocast((y, weights, bias), y.device)
+    group_name = groups.name_of(group)
+    out: torch.Tensor = torch.ops.agmm._grouped_matmul_reduce_scatter.default(
+        [y],
+        [weights],
+        bias,
+        *(routing.tokens, routing.offsets, routing.positions),
+        topk_weights,
+        *(group_name, groups.world_size_of(group_name), list(routing.tokens_per_rank or ())),
+        -1,
+        strict,
+    )
+    return out

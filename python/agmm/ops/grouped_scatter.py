@@ -1,0 +1,171 @@
+"""Grouped matmul + reduce-scatter: its checks, its torch op and its steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import InvalidArgument
+from agmm.ops.checks import (
+    FLOATS,
+    check_bias_of_experts,
+    check_columns_of_experts,
+    check_count,
+    check_device,
+    check_dtype,
+    check_listed,
+    check_matrix,
+    check_operand,
+    check_routing,
+    check_same,
+    check_weights_of_experts,
+)
+from agmm.ops.grouped import GroupedCall, counts_of
+from agmm.ops.grouped_gather import check_total
+from agmm.ops.grouped_products import wide_sums
+from agmm.ops.pipeline import serve
+from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import Call
+from agmm.runtime.token_exchange import Exchange
+
+
+class Arguments(NamedTuple):
+    """The arguments of the torch op."""
+
+    ys: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    bias: torch.Tensor | None
+    tokens: torch.Tensor
+    """What the backward wants; the forward has no use for it."""
+    offsets: torch.Tensor
+    positions: torch.Tensor
+    topk_weights: torch.Tensor | None
+    """None for weights of 1."""
+    group_name: str
+    world_size: int
+    tokens_per_rank: list[int] = []  # noqa: RUF012  # the default of the schema
+    held: int = -1
+    """How many tokens this rank holds, where ``tokens_per_rank`` is given."""
+    strict: bool = False
+
+
+def check(call: Arguments) -> None:
+    """Refuses all that is wrong in itself."""
+    ys, weights, topk_weights = call.ys, call.weights, call.topk_weights
+    check_listed("y", ys)
+    check_count("weights", weights, len(ys), "of y")
+    check_routing(call.tokens, call.offsets, call.positions)
+    for y, weight in zip(ys, weights, strict=True):
+        check_operand("y", y)
+        check_matrix("y", y)
+        check_dtype("y", y, FLOATS)
+        check_same("y", y, "the first of the list", ys[0])
+        if y.shape[0] != call.tokens.shape[0]:
+            raise InvalidArgument(
+                f"y: found {y.shape[0]} rows, wanted {call.tokens.shape[0]}, those of the routing"
+            )
+        check_weights_of_experts(weight, "y", y, call.offsets)
+        check_columns_of_experts(weight, weights[0])
+    if call.bias is not None:
+        check_bias_of_experts(call.bias, weights[0])
+    if topk_weights is None:
+        return
+    check_operand("topk_weights", topk_weights)
+    check_matrix("topk_weights", topk_weights)
+    check_dtype("topk_weights", topk_weights, FLOATS)
+    check_device("topk_weights", topk_weights, "y", ys[0])
+    if topk_weights.shape[1] != call.positions.shape[1]:
+        raise InvalidArgument(
+            f"topk_weights: found {topk_weights.shape[1]} columns, wanted "
+            f"{call.positions.shape[1]}, the choices of the routing"
+        )
+
+
+def held_by_this_rank(call: Arguments) -> int:
+    """How many tokens this rank holds, as the arguments say."""
+    if call.topk_weights is not None:
+        return call.topk_weights.shape[0]
+    return call.held if call.tokens_per_rank else call.positions.shape[0] // call.world_size
+
+
+class GroupedScatter(GroupedCall[torch.Tensor]):
+    """A call of the torch op."""
+
+    op = "grouped_matmul_reduce_scatter"
+
+    def __init__(self, call: Arguments, group: dist.ProcessGroup) -> None:
+        given = call.ys[0] if call.ys else None
+        super().__init__(given, group, call.tokens_per_rank, strict=call.strict)
+        self._call = call
+
+    def check(self) -> None:
+        check(self._call)
+        call = self._call
+        if call.topk_weights is None:
+            self.counts = counts_of(
+                call.tokens_per_rank, held_by_this_rank(call), self.group.size()
+            )
+        else:
+            self.check_tokens("topk_weights", call.topk_weights)
+        check_total(self.counts, call.positions)
+
+    def words(self) -> Call:
+        call = self._call
+        given = {} if call.topk_weights is None else {"topk_weights": call.topk_weights}
+        return Call(self.op, y=call.ys, weights=call.weights, **given, **self.asked)
+
+    def agreed(self) -> str:
+        call = self._call
+        experts, columns = call.weights[0].shape[0], call.weights[0].shape[2]
+        router = "1" if call.topk_weights is None else f"{call.topk_weights.dtype}"
+        of_tokens = f"{self.counts} x {call.positions.shape[1]} x {columns} {call.ys[0].dtype}"
+        return f"{self.op} of {of_tokens} by {experts} experts, weights {router}"
+
+    def sent_columns(self) -> int:
+        return self._call.weights[0].shape[2]
+
+    def compute(self, exchange: Exchange) -> torch.Tensor:
+        call = self._call
+        router = None
+        if call.topk_weights is not None:
+            router = exchange.gather(call.topk_weights.detach())
+        sums = wide_sums(call.ys, call.weights, call.bias, call.offsets)
+        partials = combined(sums, call.positions, router)
+        if nan_check.active:
+            nan_check.look_through(self.op, "y @ weights", partials, exchange.rank)
+        return exchange.scatter(partials).to(call.ys[0].dtype)
+
+
+def combined(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """For each token the weighted sum of its rows on this rank, choice by choice.
+
+    Args:
+        rows: [rows, N].
+        positions: [tokens, k], as in `Routing`.
+        weights: [tokens, k] or None for 1.
+    """
+    total = rows.new_zeros(positions.shape[0], rows.shape[1])
+    if rows.shape[0] == 0:
+        return total
+    for choice in range(positions.shape[1]):
+        position = positions[:, choice]
+        term = rows.index_select(0, position.clamp(min=0))
+        if weights is not None:
+            term *= weights[:, choice, None].to(rows.dtype)
+        total += torch.where((position >= 0)[:, None], term, 0)
+    return total
+
+
+def run(call: Arguments) -> torch.Tensor:
+    """The result of a call, below autograd."""
+    return serve(GroupedScatter(call, groups.group_of_size(call.group_name, call.world_size)))
+
+
+def fake(call: Arguments) -> torch.Tensor:
+    """The result on tensors without memory."""
+    check(call)
+    return call.ys[0].new_empty(held_by_this_rank(call), call.weights[0].shape[2])

@@ -1,0 +1,100 @@
+"""What the tests of mixtures of experts on GPUs run inside the ranks of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moe_work
+import torch
+import torch.distributed as dist
+from gpu_work import Faults, group_of, last_ranks
+from moe_work import Case, both_halves, moe, placed, whole_of
+from torch.utils._pytree import tree_leaves
+
+import agmm
+from agmm.errors import forget_warnings
+
+
+def faults(world_size: int, cases: list[Case]) -> Faults:
+    """Faults, in words, of calls without gradients."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    return moe_work.forward_faults(world_size, cases, group, strict=False, device="cuda")
+
+
+def gradient_faults(world_size: int, cases: list[Case], options: dict[str, Any]) -> Faults:
+    """Faults, in words, of gradients in float64."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    return moe_work.gradient_faults(world_size, cases, options, group, "cuda")
+
+
+def refused(world_size: int) -> list[str] | None:
+    """What is said of calls under ``strict``."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    forget_warnings()
+    case = Case((4,) * world_size, 2, 2)
+    given = placed(whole_of(case)[group.rank()], "cuda")
+    routing = moe.moe.route(given.ids, group, num_experts=case.all_experts)
+    said = []
+    for call in (
+        lambda: moe.moe.route(given.ids, group, num_experts=case.all_experts, strict=True),
+        lambda: moe.all_gather_grouped_matmul(given.x, given.up, routing, group, strict=True),
+        lambda: moe.grouped_matmul_reduce_scatter(
+            *(given.x.new_zeros(len(routing.tokens), case.inner), given.down, routing, given.topk),
+            group,
+            strict=True,
+        ),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except agmm.Unsupported as error:
+            said.append(str(error))
+    return said
+
+
+def captured_faults(world_size: int, dtype: torch.dtype) -> Faults:
+    """Faults, in words, of a graph of both halves whose ids, tokens and weights change between the
+    replays."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    cases = [
+        Case((16,) * world_size, 2, 4, skew, dtype, hidden=64, inner=32, seed=3 * i + 1)
+        for i, skew in enumerate(("even", "one", "drops", "none"))
+    ]
+    operands = [placed(whole_of(case)[group.rank()], "cuda") for case in cases]
+    held = placed(operands[0], "cuda")
+    wanted = []
+    for case, given in zip(cases, operands, strict=True):
+        ys, _, _, out = both_halves(case, given, group, strict=False)
+        wanted.append([*ys, out])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ys, _, _, out = both_halves(cases[0], held, group, strict=False)
+    faults = []
+    for case, given, exact in zip(cases, operands, wanted, strict=True):
+        for leaf, value in zip(_tensors(held), _tensors(given), strict=True):
+            leaf.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, [*ys, out], exact)):
+            faults.append(f"{case}: found other bits than in an eager call")
+    return faults
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if leaf is not None]
+
+
+def overflow() -> None:
+    """A call with too little room, whose device ends the process."""
+    ids = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
+    moe.moe.route(ids, num_experts=dist.get_world_size(), capacity=3)
+    torch.cuda.synchronize()

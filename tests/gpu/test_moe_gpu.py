@@ -1,0 +1,68 @@
+"""Mixtures of experts on GPUs, by the group's backend and torch's grouped matmul."""
+
+from __future__ import annotations
+
+import moe_gpu_work as work
+import pytest
+import torch
+from at_hand import needs_nccl, needs_two, world_sizes
+from moe_work import Case
+
+from agmm.testing.ranks import RankError, RankPool
+
+pytestmark = [needs_two, needs_nccl]
+SKEWS = ("even", "zipf", "one", "none", "drops")
+REASON = (
+    "experts: found device cuda, wanted cpu: no kernel of this build takes rows that are grouped "
+    "by expert; strict=True refuses the unfused path"
+)
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert sum(result is not None for result in results) == world_size
+    assert [fault for result in results for fault in result or []] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("world_size", world_sizes(2, 3, 4))
+def test_results_are_those_of_the_model(
+    gpu_pool: RankPool, world_size: int, dtype: torch.dtype
+) -> None:
+    even, uneven = (4,) * world_size, tuple((3 * rank + 5) % 7 for rank in range(world_size))
+    cases = [Case(even, k, 2, skew, dtype) for skew in SKEWS for k in (1, 4)]
+    # Sizes that torch's grouped matmul takes in bfloat16.
+    cases += [
+        Case(uneven, 2, 4, skew, dtype, 64, 32, column_major=column_major)
+        for skew in SKEWS
+        for column_major in (False, True)
+    ]
+    cases += [Case(even, 2, 4, "zipf", dtype, activation=None, sliced=True, seed=1)]
+    cases += [Case((0,) * world_size, 2, 2, "even", dtype)]
+    check(gpu_pool.run(work.faults, world_size, cases), world_size)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_gathered": True}, {"save_preactivation": False}])
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_gradients_are_those_of_the_model(
+    gpu_pool: RankPool, world_size: int, options: dict[str, bool]
+) -> None:
+    even, uneven = (3,) * world_size, tuple((3 * rank + 5) % 7 for rank in range(world_size))
+    cases = [Case(even, 2, 2), Case(uneven, 3, 2, "drops", column_major=True)]
+    check(gpu_pool.run(work.gradient_faults, world_size, cases, options), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2))
+def test_strict_refuses_by_name(gpu_pool: RankPool, world_size: int) -> None:
+    results = [said for said in gpu_pool.run(work.refused, world_size) if said is not None]
+    assert results == [[REASON] * 3] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_a_graph_follows_the_ids(gpu_pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    check(gpu_pool.run(work.captured_faults, world_size, dtype), world_size)
+
+
+def test_an_overflow_ends_in_an_assertion() -> None:
+    with RankPool(2, "cuda") as pool, pytest.raises(RankError):
+        pool.run(work.overflow)
