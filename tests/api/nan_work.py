@@ -161,7 +161,29 @@ def _arguments() -> dict[str, dict[str, Any]]:
     bias, rows = torch.ones(16), {"gather_dim": 0, "return_A": False}
     how = {"out_dtype": _bf16, "use_fast_accum": False}
     gated = {"activation": "silu_mul"}
+    ids = torch.arange(size, dtype=torch.int32).expand(4, size)  # each token goes to every rank
+    routing = agmm.moe.route(ids, num_experts=size, capacity=4 * size)
+    routed = {"offsets": routing.offsets}
+    to_experts = {**routed, "tokens": routing.tokens, "positions": routing.positions}
     return {
+        "_route": {"topk_ids": ids, "num_experts": size, "num_local_experts": 1, **group},
+        "_all_gather_grouped_matmul": {
+            "x": shard,
+            "weights": [B[None]],
+            "biases": [bias[None]],
+            **to_experts,
+            **group,
+        },
+        "_grouped_matmul_reduce_scatter": {
+            "ys": [A],
+            "weights": [B[None]],
+            "bias": bias[None],
+            "topk_weights": torch.ones(4, size),
+            **to_experts,
+            **group,
+        },
+        "_grouped_grad_of_weight": {"rows": A, "douts": A, **routed},
+        "_grouped_grad_of_bias": {"douts": A, **routed},
         "_async_input_mm": {"a": shard, "b": B, "up": B, **gated, **signals},
         "_async_input_scaled_mm": {
             "A": shard.to(_f8),

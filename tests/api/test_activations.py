@@ -347,8 +347,13 @@ def test_torch_computes_what_no_kernel_has_and_says_so(cuda: None, name: str) ->
         found: Gathered = serve(call)
     wanted = [*work.activated(name, products), *products]
     torch.testing.assert_close(found.outs, wanted)
-    noted = [one for one in agmm.status().calls if one.by == "agmm's kernel, then torch's ops"]
-    assert [one.activation for one in noted if one.activation == name] == [name]
+    noted = [
+        one
+        for one in agmm.status().calls
+        if one.by == "agmm's kernel, then torch's ops"
+        and (one.op, one.activation) == (call.op, name)
+    ]
+    assert len(noted) == 1
     assert not noted[0].is_by_agmm and (noted[0].reason or "").startswith("activation: found")
 
 

@@ -99,7 +99,19 @@ SENT: dict[str, set[str]] = {
     "_reduce_scatter": {"x"},
     "_all_reduce": {"x"},
     "_all_reduce_rms_norm": {"x"},
+    "_route": set(),
+    "_all_gather_grouped_matmul": {"x"},
+    "_grouped_matmul_reduce_scatter": {"ys", "weights", "bias", "topk_weights"},
+    "_grouped_grad_of_weight": set(),
+    "_grouped_grad_of_bias": set(),
 }
+
+
+WITHOUT_NANS = {
+    *("a_chunk_signals", "packed", "tokens", "offsets", "positions"),
+    *("result_scale", "result_scales"),
+}
+"""Arguments that hold whole numbers, and those of the result, which is not sent."""
 
 
 def test_whatever_an_op_sends_is_looked_through(pool: RankPool) -> None:
@@ -111,10 +123,14 @@ def test_whatever_an_op_sends_is_looked_through(pool: RankPool) -> None:
     }
     assert registered == set(SENT)
     found = pool.run(nan_work.reported, 0)[0]
+    without_numbers = {"_route"}
     for name, sent in SENT.items():
+        if name in without_numbers:
+            assert name not in found
+            continue
         schema = getattr(torch.ops.agmm, name).default._schema
         tensors = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
         assert set(found[name]) <= tensors
         untried = tensors - set(found[name])
-        assert untried <= {"a_chunk_signals", "packed", "result_scale", "result_scales"}, name
+        assert untried <= WITHOUT_NANS, name
         assert {argument for argument, is_told in found[name].items() if is_told} == sent, name

@@ -25,7 +25,7 @@ from agmm.ops.checks import (
 from agmm.ops.grouped import GroupedCall, counts_of
 from agmm.ops.grouped_gather import check_total
 from agmm.ops.grouped_products import wide_sums
-from agmm.ops.pipeline import serve
+from agmm.ops.pipeline import Route, serve
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.token_exchange import Exchange
@@ -122,6 +122,12 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
         router = "1" if call.topk_weights is None else f"{call.topk_weights.dtype}"
         of_tokens = f"{self.counts} x {call.positions.shape[1]} x {columns} {call.ys[0].dtype}"
         return f"{self.op} of {of_tokens} by {experts} experts, weights {router}"
+
+    def look(self, route: Route, words: Call) -> None:
+        router = self._call.topk_weights
+        if nan_check.active and router is not None:
+            rank = groups.of(self.group).rank
+            nan_check.look_through(words.op, "topk_weights", router, rank)
 
     def sent_columns(self) -> int:
         return self._call.weights[0].shape[2]
