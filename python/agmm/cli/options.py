@@ -21,6 +21,7 @@ from agmm.errors import AgmmError, InvalidArgument
 from agmm.planning.shapes import MAX_EXTENT
 
 INTERRUPTED = 130
+"""The exit code after Ctrl-C, which shells give to what SIGINT ends."""
 
 
 class Command(TyperCommand):
