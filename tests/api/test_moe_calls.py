@@ -136,9 +136,11 @@ def _operands(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             "tokens_per_rank: found 6, wanted a list of one int for each rank",
         ),
         ({"tokens_per_rank": [-6]}, "tokens_per_rank: found -6, wanted an int of at least 0"),
+        ({"tokens_per_rank": []}, r"tokens_per_rank: found \[\], wanted a list of one int for"),
+        ({"weights": torch.tensor(1.0)}, "weights: found 0 dimensions, wanted 3: experts, K and N"),
         ({"return_gathered": 1}, "return_gathered: found 1, wanted True or False"),
     ],
-    ids=range(24),
+    ids=range(26),
 )
 def test_what_the_first_half_refuses(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{message}"):
@@ -171,11 +173,15 @@ def test_what_the_first_half_refuses(given: dict[str, Any], message: str) -> Non
             r"bias: found shape \(4, 7\), wanted \(4, 8\), a row for each",
         ),
         ({"strict": None}, "strict: found None, wanted True or False"),
+        ({"routing": "meta"}, "routing: found device meta, wanted cpu as y"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_the_second_half_refuses(given: dict[str, Any], message: str) -> None:
     routing = moe.moe.route(_operands()["topk_ids"], num_experts=4)
+    if given.get("routing") == "meta":
+        tensors = (one.to("meta") if isinstance(one, torch.Tensor) else one for one in routing)
+        given = {"routing": moe.moe.Routing(*tensors)}
     operands = {"y": torch.ones(12, 16), "weights": torch.ones(4, 16, 8), "routing": routing}
     with pytest.raises(InvalidArgument, match=f"^{message}"):
         moe.grouped_matmul_reduce_scatter(**operands | {"topk_weights": torch.ones(6, 2)} | given)

@@ -135,6 +135,13 @@ def test_a_recording_has_room_for_kinds_whatever_came_before(
     ):
         _record(path, operands)
     assert [call.kind.m for call in recordings.read(path)] == [1, 2]
+    # Calls that no recording has take no room in it.
+    with agmm.record(path):
+        for tokens in (1, 2, 3):
+            ids = torch.zeros(tokens, 1, dtype=torch.int32)
+            agmm.all_gather_grouped_matmul(torch.ones(tokens, 4), torch.ones(1, 4, 4), ids)
+        agmm.all_gather_matmul(*operands[4])
+    assert [call.kind.m for call in recordings.read(path)] == [5]
 
 
 SCRIPT = """

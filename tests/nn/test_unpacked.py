@@ -51,6 +51,17 @@ class _Other(torch.nn.Linear):
     pass
 
 
+def _spectral() -> torch.nn.Linear:
+    linear: torch.nn.Linear = torch.nn.utils.spectral_norm(torch.nn.Linear(8, 24))
+    return linear
+
+
+def _hooked() -> torch.nn.Linear:
+    linear = torch.nn.Linear(8, 24)
+    linear.register_forward_hook(lambda _module, _args, out: 2 * out)
+    return linear
+
+
 @pytest.mark.parametrize(
     ("linear", "sizes", "message"),
     [
@@ -62,6 +73,8 @@ class _Other(torch.nn.Linear):
         (torch.nn.Linear(8, 24), [12, 4], r"^sizes: found \[12, 4\], wanted sizes that add up to"),
         (torch.nn.Linear(8, 24), [], r"^sizes: found \[\]"),
         (torch.nn.Linear(8, 24), [24, 0], r"^sizes: found \[24, 0\]"),
+        (_spectral(), [12, 12], "^linear: found .*weight_orig.*, wanted a weight and a bias alone"),
+        (_hooked(), [12, 12], "^linear: found a hook, wanted a weight and a bias alone"),
     ],
 )
 def test_what_is_refused(linear: Any, sizes: list[int], message: str) -> None:

@@ -92,6 +92,12 @@ def test_json_has_what_is_printed() -> None:
     (chosen,) = [one for one in facts["alternatives"] if one["plan"] == facts["plan"]]
     assert chosen["chosen"] and chosen["predicted_us"] == facts["predicted_us"]
     assert facts["predicted_us"] > facts["matmul_alone_us"] > 0
+    assert facts["plan_on_one_host"] is None
+    odd = explain.explain_any(replace(PROBLEM, op="matmul_all_reduce", m=5), None).as_dict()
+    assert odd["m"] == 5  # though the ranks compute some more
+    many = explain.explain_any(replace(PROBLEM, world_size=16), None).as_dict()
+    (chosen,) = [one["plan"] for one in many["alternatives"] if one["chosen"]]
+    assert many["plan"].startswith("unfused") and many["plan_on_one_host"] == chosen
 
 
 def test_links_without_atomics_take_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def explain(
     """
     if problem.return_A and problem.op != ALL_GATHER_MATMUL:
         raise InvalidArgument(f"return_A: found True with {problem.op}, wanted False")
-    call, ranks = _call(problem), problem.world_size
+    call, ranks, asked = _call(problem), problem.world_size, _asked(problem, operands)
     if problem.op == MATMUL_ALL_REDUCE:
         # Ranks that cannot share the rows equally compute a few more.
         problem = replace(problem, m=-(-problem.m // ranks) * ranks)
@@ -137,16 +137,19 @@ def explain(
     plan = _named(problem, choice.plan, not_by_torch)
     reason = why(problem, choice, planner, operands or problem.format, not_by_torch)
     notes = [*_remarks(problem)]
+    on_one_host = None
     on_hosts = _why_on_hosts(problem)
     if on_hosts is not None and choice.plan != UNFUSED:
         notes.insert(0, f"on one host the plan would be {plan}, which the times are of")
+        on_one_host = plan
         plan, reason = f"unfused, {_UNFUSED[problem.op]}", on_hosts
     return Explanation(
-        _asked(problem, operands),
+        asked,
         f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
         + (", A returned" if problem.return_A else ""),
         plan,
         reason,
+        on_one_host=on_one_host,
         source=choice.source,
         predicted_us=choice.predicted_us,
         alone_us=cost_model.matmul_us(problem) if has_alone else None,

@@ -70,9 +70,10 @@ def _run_file(options: ExplainOptions) -> None:
 def _collective(
     options: ExplainOptions, kind: Kind, ranks: int, gpu: str, dtype: DType
 ) -> Explanation:
-    for name in ("shapes", "model", "tokens"):
-        if getattr(options, name) is not None:
-            raise InvalidArgument(f"--{name}: found it with {kind}, wanted --m rows by --k")
+    for name in ("shapes", "model", "tokens", "scaling", "return_a", "b_layout"):
+        if getattr(options, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise InvalidArgument(f"--{option}: found it with {kind}, wanted --m rows by --k")
     explain.check_columns(kind, options.n)
     if options.m is None or options.k is None:
         raise InvalidArgument(f"shape: found no --m or --k, wanted both for {kind}")

@@ -39,6 +39,9 @@ class Explanation:
     call: str
     plan: str
     why: str
+    on_one_host: str | None = None
+    """The plan that the times are of, where the call has another one since its ranks are on several
+    hosts."""
     source: str | None = None
     predicted_us: float | None = None
     alone_us: float | None = None
@@ -90,6 +93,7 @@ class Explanation:
         return {
             **self.asked,
             "plan": self.plan,
+            "plan_on_one_host": self.on_one_host,
             "source": self.source,
             "predicted_us": self.predicted_us,
             "matmul_alone_us": self.alone_us,

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 
-from agmm import _env
+from agmm import _core, _env
 from agmm.errors import InvalidArgument
 
 
@@ -21,4 +21,8 @@ def start(variable: _env.Variable, enable: Callable[[], None]) -> None:
             raise InvalidArgument(f"{variable.name}: found {value!r}, wanted '1' or '0'")
         enable()
     except Exception as error:
-        warnings.warn(f"agmm does not serve this process: {error}", stacklevel=2)
+        message = f"agmm does not serve this process: {error}"
+        try:
+            warnings.warn(message, stacklevel=2)
+        except Warning:  # the process makes errors of warnings
+            _core.write_line(message)

@@ -1,6 +1,6 @@
 """Sequence parallelism of SGLang by agmm.
 
-SGLang loads the entry point of this module in all its processes, and `enable` is called where
+SGLang loads the entry point of this module in its schedulers, and `enable` is called where
 ``AGMM_SGLANG=1``:
 
     AGMM_SGLANG=1 python -m sglang.launch_server --tp 4 --enable-layernorm-sp ...

@@ -26,7 +26,8 @@ class UnpackedLinear(torch.nn.Module):
         sizes: the columns of each output, in order.
 
     Raises:
-        InvalidArgument: another module, or sizes that are not all of its columns.
+        InvalidArgument: another module, one with hooks or a weight that is computed, or sizes that
+            are not all of its columns.
     """
 
     def __init__(self, linear: torch.nn.Linear, sizes: Sequence[int]) -> None:
@@ -35,6 +36,13 @@ class UnpackedLinear(torch.nn.Module):
             kind = type(linear)
             raise InvalidArgument(
                 f"linear: found {kind.__module__}.{kind.__qualname__}, wanted torch.nn.Linear"
+            )
+        lost = [name for name, _ in linear.named_parameters() if name not in ("weight", "bias")]
+        lost += [name for name, _ in linear.named_buffers()]
+        lost += ["a hook"] * bool(linear._forward_hooks or linear._forward_pre_hooks)
+        if lost:
+            raise InvalidArgument(
+                f"linear: found {', '.join(lost)}, wanted a weight and a bias alone"
             )
         self.sizes = tuple(sizes)
         if min(self.sizes, default=0) < 1 or sum(self.sizes) != linear.out_features:

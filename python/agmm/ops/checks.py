@@ -341,8 +341,13 @@ def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None)
         check_bias(bias, B.shape[1], "A", A)
 
 
-def check_routing(tokens: torch.Tensor, offsets: torch.Tensor, positions: torch.Tensor) -> None:
-    """Refuses what is no `agmm.moe.Routing`."""
+def check_routing(
+    tokens: torch.Tensor,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
+    like: tuple[str, torch.Tensor],
+) -> None:
+    """Refuses what is no `agmm.moe.Routing` on the device of an argument, given with its name."""
     for name, tensor, dims in (
         ("tokens", tokens, 1),
         ("offsets", offsets, 1),
@@ -353,6 +358,7 @@ def check_routing(tokens: torch.Tensor, offsets: torch.Tensor, positions: torch.
                 f"routing: found {name} of {tensor.dim()} dimensions and dtype {tensor.dtype}, "
                 f"wanted {dims} and torch.int32, as agmm.moe.route returns them"
             )
+        check_device("routing", tensor, *like)
 
 
 def check_weights_of_experts(

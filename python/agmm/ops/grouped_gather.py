@@ -67,7 +67,7 @@ def check(call: Arguments) -> None:
     check_dtype("x", x, FLOATS)
     check_listed("weights", weights, " weight")
     check_count("bias", call.biases, len(weights), "weights")
-    check_routing(call.tokens, call.offsets, call.positions)
+    check_routing(call.tokens, call.offsets, call.positions, ("x", call.x))
     for weight, bias in zip(weights, call.biases, strict=True):
         check_weights_of_experts(weight, "x", x, call.offsets)
         if bias is not None:

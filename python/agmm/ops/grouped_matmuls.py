@@ -193,6 +193,11 @@ def all_gather_grouped_matmul(
         for tensor in tensors:
             if tensor is not None or name != "bias":
                 check_operand(name, tensor)
+    for weight in given:
+        if weight.dim() != 3:
+            raise InvalidArgument(
+                f"weights: found {weight.dim()} dimensions, wanted 3: experts, K and N"
+            )
     for name, flag in (
         ("return_gathered", return_gathered),
         ("strict", strict),

@@ -105,6 +105,8 @@ def products_by_torch(
     """The products of each expert's rows, without a look at the device: on a GPU as in a graph."""
     numbers = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
     experts = torch.searchsorted(offsets[1:], numbers, right=True).clamp_(max=len(weight) - 1)
+    if 0 in rows.stride() or 1 not in rows.stride():
+        rows = rows.contiguous()  # as a gradient that is the same for all rows is not
     if _takes(rows, weight):
         out = torch._grouped_mm(rows, weight, offs=offsets[1:])
     else:

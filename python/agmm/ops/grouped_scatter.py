@@ -56,7 +56,8 @@ def check(call: Arguments) -> None:
     ys, weights, topk_weights = call.ys, call.weights, call.topk_weights
     check_listed("y", ys)
     check_count("weights", weights, len(ys), "of y")
-    check_routing(call.tokens, call.offsets, call.positions)
+    check_operand("y", ys[0])
+    check_routing(call.tokens, call.offsets, call.positions, ("y", ys[0]))
     for y, weight in zip(ys, weights, strict=True):
         check_operand("y", y)
         check_matrix("y", y)

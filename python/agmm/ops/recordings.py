@@ -55,7 +55,8 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     ``agmm tune --file``, ``agmm bench --file`` and ``agmm explain --file`` read it. It has each
     kind of call (op, shapes, layouts, dtype, scales, number of ranks) with its count. All calls of
     the ops are counted, also compiled ones; those in a CUDA graph when they are captured.
-    ``AGMM_RECORD`` does the same for a whole process. Calls of `agmm.collectives` are not recorded.
+    ``AGMM_RECORD`` does the same for a whole process. Calls of `agmm.collectives` and of mixtures
+    of experts are not recorded.
 
     Args:
         path: of the file, which is replaced as a whole. Rank 0 of all ranks writes it; with
@@ -68,7 +69,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     folder = Path(name).parent
     if not folder.is_dir():
         raise InvalidArgument(f"path: found {name}, wanted a file in a folder that is there")
-    with seen.counting() as made:
+    with seen.counting(_OPS) as made:
         yield
     where = _of_this_rank(name)
     if where is not None:
@@ -97,13 +98,13 @@ def write_at_end(variable: str, name: str, text: str) -> None:
 
 def _write_recording() -> None:
     name = os.environ.get(_env.RECORD.name)
-    if name:
-        counts, others = seen.counts()
-        write_at_end(_env.RECORD.name, name, _to_text(counts))
-        if others and _of_this_rank(name) is not None:
-            _core.write_line(f"agmm: {_env.RECORD.name}: {name}: {_left_out(others)}")
+    if name and _of_process is not None:
+        write_at_end(_env.RECORD.name, name, _to_text(_of_process.of))
+        if _of_process.others and _of_this_rank(name) is not None:
+            _core.write_line(f"agmm: {_env.RECORD.name}: {name}: {_left_out(_of_process.others)}")
 
 
+_of_process = seen.count_from_now(_OPS) if os.environ.get(_env.RECORD.name) else None
 seen.at_end(_write_recording)
 
 

@@ -271,7 +271,7 @@ def checked_tokens(tokens_per_rank: Any) -> tuple[int, ...] | None:
     """
     if tokens_per_rank is None:
         return None
-    if not isinstance(tokens_per_rank, (list, tuple)):
+    if not isinstance(tokens_per_rank, (list, tuple)) or not tokens_per_rank:
         raise InvalidArgument(
             f"tokens_per_rank: found {tokens_per_rank!r}, wanted a list of one int for each rank"
         )

@@ -12,7 +12,7 @@ import multiprocessing.util
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -72,16 +72,22 @@ class Served(Protocol):
 class Counts:
     """How many calls of each kind were made.
 
+    Args:
+        ops: the ops whose calls count; all where None.
+
     Attributes:
         of: the number of calls of each kind.
         others: how many calls were of kinds beyond `MAX_KINDS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ops: Container[str] | None = None) -> None:
+        self._ops = ops
         self.of: Counter[Kind] = Counter()
         self.others = 0
 
     def add(self, kind: Kind) -> None:
+        if self._ops is not None and kind.op not in self._ops:
+            return
         if kind in self.of or len(self.of) < MAX_KINDS:
             self.of[kind] += 1
         else:
@@ -126,16 +132,22 @@ def is_counting() -> bool:
 
 
 @contextmanager
-def counting() -> Iterator[Counts]:
-    """The calls that are made meanwhile; kept ones are counted, too."""
-    counts = Counts()
-    _meanwhile.append(counts)
+def counting(ops: Container[str] | None = None) -> Iterator[Counts]:
+    """The calls of ``ops``, or of all, that are made meanwhile; kept ones are counted, too."""
+    counts = count_from_now(ops)
     _count(1)
     try:
         yield counts
     finally:
         _meanwhile.remove(counts)
         _count(-1)
+
+
+def count_from_now(ops: Container[str] | None) -> Counts:
+    """The calls of ``ops``, or of all, that this process makes from now on."""
+    counts = Counts(ops)
+    _meanwhile.append(counts)
+    return counts
 
 
 def _count(step: int) -> None:
