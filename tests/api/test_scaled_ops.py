@@ -542,6 +542,8 @@ def test_explain_prints_the_plan_that_a_call_takes(
     named = formats.fp8_name("float8_e4m3fn_float8_e4m3fn", format_)
     problem = Problem(m, n, k, format=named, world_size=4, gpu=gpu)
     planner = explain.planner_for(gpu, 4)
+    if not planner.kernels_of(problem.op, named):
+        pytest.skip(f"neither this build nor the default one has a kernel of {named}")
     called = replace(problem, format="float8_e4m3fn")
     printed = explain.explain_any(called, kind).plan
 
