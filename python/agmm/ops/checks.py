@@ -361,6 +361,15 @@ def check_routing(
         check_device("routing", tensor, *like)
 
 
+def check_stack(name: str, weight: Any) -> None:
+    """Refuses what is no stack of matrices, one for each expert."""
+    check_operand(name, weight)
+    if weight.dim() != 3:
+        raise InvalidArgument(
+            f"{name}: found {weight.dim()} dimensions, wanted 3: experts, K and N"
+        )
+
+
 def check_weights_of_experts(
     weight: torch.Tensor, of: str, rows: torch.Tensor, offsets: torch.Tensor
 ) -> None:
@@ -370,11 +379,7 @@ def check_weights_of_experts(
         of: the argument that is multiplied by the weight.
         rows: that argument, [..., K].
     """
-    check_operand("weights", weight)
-    if weight.dim() != 3:
-        raise InvalidArgument(
-            f"weights: found {weight.dim()} dimensions, wanted 3: experts, K and N"
-        )
+    check_stack("weights", weight)
     check_same("weights", weight, of, rows)
     check_inner("weights", weight.shape[1], rows.shape[-1], of)
     experts = offsets.shape[0] - 1

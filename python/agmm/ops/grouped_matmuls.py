@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
-from agmm.ops.checks import check_flag, check_listed, check_operand
+from agmm.ops.checks import check_flag, check_listed, check_operand, check_stack
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
 from agmm.runtime import groups
@@ -189,15 +189,12 @@ def all_gather_grouped_matmul(
     given: list[Any] = list(weights) if isinstance(weights, (list, tuple)) else [weights]
     check_listed("weights", given, " weight")
     biases = _listed_biases(bias, len(given))
-    for name, tensors in (("x", [x]), ("weights", given), ("bias", biases)):
+    for name, tensors in (("x", [x]), ("bias", biases)):
         for tensor in tensors:
             if tensor is not None or name != "bias":
                 check_operand(name, tensor)
     for weight in given:
-        if weight.dim() != 3:
-            raise InvalidArgument(
-                f"weights: found {weight.dim()} dimensions, wanted 3: experts, K and N"
-            )
+        check_stack("weights", weight)
     for name, flag in (
         ("return_gathered", return_gathered),
         ("strict", strict),
