@@ -38,13 +38,18 @@ endif
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NVCC := $(shell command -v "$${CUDACXX:-nvcc}" || command -v "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+# Goals that only read the installed module. Without a GPU they take it as it is, with or without
+# kernels, and build none.
+READERS := lint stub docs format
+READS :=
 ifeq ($(AGMM_CUDA),AUTO)
 ifeq ($(NVCC),)
 AGMM_CUDA := OFF
-else ifeq ($(if $(MAKECMDGOALS),$(filter-out demo bench,$(MAKECMDGOALS)),help),)
+else ifeq ($(if $(MAKECMDGOALS),$(filter-out demo bench build $(READERS),$(MAKECMDGOALS)),help),)
 # Nothing here could run the kernels, which take minutes to build.
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 AGMM_CUDA := OFF
+READS := $(if $(filter-out $(READERS),$(MAKECMDGOALS)),,yes)
 endif
 endif
 endif
@@ -53,7 +58,7 @@ WITH_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),,$(NVCC))
 ifeq ($(AGMM_KERNELS),)
 AGMM_KERNELS := default
 ifneq ($(WITH_CUDA),)
-ifeq ($(filter build test-gpu wheels,$(MAKECMDGOALS))$(shell nvidia-smi -L 2>/dev/null),)
+ifeq ($(filter test-gpu wheels,$(MAKECMDGOALS))$(shell nvidia-smi -L 2>/dev/null),)
 AGMM_KERNELS := ci
 endif
 endif
@@ -112,7 +117,7 @@ test-versions: ## build and test with the oldest, the usual and the newest torch
 bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at hand
 	$(VENV)/bin/agmm bench $(BENCH_ARGS)
 
-build: $(VENV)/.installed ## make the environment and install agmm into it
+build: $(VENV)/.installed ## make the environment and install agmm into it, for what is on this machine
 
 wheels: $(VENV)/.build $(VENV)/.wheels $(if $(filter ON,$(WHEEL_CUDA)),$(VENV)/.cutlass $(if $(CUOBJDUMP),,$(VENV)/.sass)) ## build wheels for all Pythons into dist, and check them
 	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --cuda $(WHEEL_CUDA) --kernels $(WHEEL_KERNELS) \
@@ -192,15 +197,18 @@ $(VENV)/.torchao: $(VENV)/.torch
 	$(PIP) install -q --no-deps torchao==0.18.0
 	touch $@
 
+SETTING = AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(WITH_CUDA)
 # Rewritten only when a setting of the build changes, so that a change rebuilds.
 $(SETTINGS): FORCE
 	@mkdir -p $(@D)
-	@echo 'AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(WITH_CUDA)' > $@.new
+	@echo '$(SETTING)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
-$(VENV)/.installed: $(VENV)/.build $(if $(WITH_CUDA),$(VENV)/.cutlass) $(SETTINGS) $(SOURCES)
+$(VENV)/.installed: $(VENV)/.build $(if $(WITH_CUDA),$(VENV)/.cutlass) $(if $(READS),,$(SETTINGS)) $(SOURCES)
 	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs$(if $(CCACHE), through $(CCACHE)), nvcc $(or $(WITH_CUDA),not used); log in build/install.log"
+	@mkdir -p build
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
 	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
 	    || { tail -n 80 build/install.log; exit 1; }
+	$(if $(READS),echo '$(SETTING)' > $(SETTINGS))
 	touch $@

@@ -44,6 +44,7 @@ BANDS = ((64, 256), (257, 1024), (1025, 8192))
 MOST_EVEN = 0.7  # of the row counts are multiples of 64, or of 16 below 128: batches of servers
 CHUNKS, PIVOT = 4, 1
 LAYOUTS = ("column", "row")
+TICKS = (64, 256, 1024, 4096)
 
 
 class Case(NamedTuple):
@@ -140,7 +141,7 @@ def summary(report: dict[str, Any]) -> list[list[str]]:
 
 def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """The ratio over rows, one panel for each GPU and layout of B."""
-    figure = figures.new_figure(9.0, 3.6 * len(reports))
+    figure = figures.new_figure(figures.PAGE_WIDTH, 2.9 * len(reports) + 0.4)
     axes = None
     panels = [(report, b_layout) for report in reports for b_layout in LAYOUTS]
     for place, (report, b_layout) in enumerate(panels, 1):
@@ -148,14 +149,21 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
         found = [entry for entry in report["shapes"] if entry["b_layout"] == b_layout]
         rows = [entry["M"] for entry in found]
         ratios = [entry["ways"][OURS]["ratio_to_roof"] for entry in found]
-        axes.plot(rows, ratios, "o", color=figures.VERMILION, markersize=4)
+        axes.plot(rows, ratios, "o", color=figures.VERMILION, markersize=3.5)
         axes.axhline(1.0, color=figures.GREY)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(TICKS, [str(rows) for rows in TICKS])
         axes.set_xlabel("rows")
         axes.set_ylabel("time ÷ torch.mm")
-        axes.set_title(f"{report['machine'].get('device_name', 'GPU')}, B by {b_layout}")
+        name = report["machine"].get("device_name", "GPU")
+        axes.set_title(f"{name}, B by {b_layout}", loc="left", fontsize=10)
         figures.strip(axes, grid="both")
-    figure.suptitle("The matmul alone, one GPU")
+    figure.suptitle(
+        "all_gather_matmul: the matmul alone ÷ torch.mm (lower is better), 1 GPU",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+    )
     figures.save(figure, path)
 
 

@@ -1,4 +1,4 @@
-# Installs the C++ API with a CMake package: find_package(agmm). See docs/cpp.md.
+# Installs the C++ API with a CMake package: find_package(agmm). See docs/reference/cpp.md.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -30,8 +30,7 @@ install(EXPORT agmm-targets NAMESPACE agmm:: DESTINATION ${package_dir} COMPONEN
 install(DIRECTORY include/agmm DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT cpp)
 # What the scheduler's header reaches.
 foreach(header order/chunking order/host_device order/lagged_order sync/device_wait
-               sync/named_barrier sync/wait_limit sync/wait_report gemm/split_k testing/fault
-               testing/stress_delay)
+               sync/named_barrier sync/wait_limit sync/wait_report gemm/split_k)
   get_filename_component(role "${header}" DIRECTORY)
   install(FILES "src/${header}.hpp" DESTINATION "${detail_dir}/${role}" COMPONENT cpp)
 endforeach()

@@ -154,11 +154,13 @@ _PAGE = """\
 
 <!-- Rendered from python/agmm/planning/kernels.json by tools/generate_kernels.py --docs. -->
 
-`AGMM_KERNELS` says which of these kernels of matmuls a build has: the sets are those whose builds
-hold the kernel, beside `all`, which holds every one. [How to add a kernel](../dev/add-a-kernel.md)
-explains the columns. A name has the tile's M, N and K, the cluster, the schedule and the variant;
-plans and `agmm explain` call kernels by it. With `AGMM_KERNELS=ci` kernels of 16 bits are built for
-bf16 with B by column or for fp16 with B by row, few of them for both.
+`AGMM_KERNELS` says which of these kernels of matmuls a build has. The last column names the sets
+that hold the kernel. The set `all` holds every one. [How to add a kernel](../dev/add-a-kernel.md)
+explains the columns.
+
+A name has the tile's M, N and K, the cluster, the schedule and the variant. Plans and `agmm
+explain` call kernels by it. With `AGMM_KERNELS=ci` kernels of 16 bits are built for bf16 with B by
+column or for fp16 with B by row. Few of them are built for both.
 """
 
 

@@ -391,8 +391,8 @@ def test_all_reduces_of_fp8(rows: int, scaling: str, plan: str, reason: str) -> 
 
 
 def test_predictions_of_collectives() -> None:
-    """The predictions are those that docs/collectives.md has for 4 and 8 GPUs."""
-    page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+    """The predictions are those that docs/collectives-kernels.md has for 4 and 8 GPUs."""
+    page = (Path(__file__).parents[2] / "docs" / "collectives-kernels.md").read_text()
     rows = re.findall(
         r"\| (\d+) ([KM])iB \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\w+) \| ([\d.]+) \|",
         page,

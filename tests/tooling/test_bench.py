@@ -124,7 +124,8 @@ def test_run_compare_and_plot(tmp_path: Path) -> None:
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     assert "8 times in both" in again.stdout
     assert "not the same conditions" not in again.stdout
-    for name in ("time_over_roof.png", "speedup.png"):
+    for what in ("time_over_roof", "speedup"):
+        name = f"{what}-all_gather_matmul-cpu-x2-float32.png"
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
         assert f"wrote {folder / name}" in again.stderr
 

@@ -64,7 +64,7 @@ def test_what_is_installed_is_the_api_and_what_the_scheduler_needs(prefix: Path)
     include = prefix / "include" / "agmm"
     assert sorted(path.name for path in include.glob("*.hpp")) == PUBLIC
     roles = {path.parent.name for path in (include / "detail").rglob("*.hpp")}
-    assert roles == {"order", "sync", "gemm", "testing"}
+    assert roles == {"order", "sync", "gemm"}
 
 
 @installs

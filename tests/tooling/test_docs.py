@@ -25,9 +25,11 @@ from agmm.cli.app import app
 from agmm.testing.ranks import RankPool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+README = (REPOSITORY / "README.md").read_text()
 RESULTS = REPOSITORY / "benchmarks" / "results"
-TROUBLESHOOTING = REPOSITORY / "docs" / "troubleshooting.md"
+TROUBLESHOOTING = [DOCS / "troubleshooting.md", *sorted((DOCS / "troubleshooting").glob("*.md"))]
 
 
 def _id(path: Path) -> str:
@@ -137,7 +139,8 @@ def _undescribed(messages: Iterator[str], text: str) -> list[str]:
     ids=_id,
 )
 def test_each_message_is_in_troubleshooting(path: Path) -> None:
-    assert _undescribed(_messages(path.read_text()), TROUBLESHOOTING.read_text()) == []
+    text = "".join(page.read_text() for page in TROUBLESHOOTING)
+    assert _undescribed(_messages(path.read_text()), text) == []
 
 
 def test_a_new_message_is_missed() -> None:
@@ -229,8 +232,7 @@ def test_times_of_the_op_are_those_of_the_report(name: str) -> None:
 
 
 def test_times_of_scatters_are_those_of_the_report() -> None:
-    text = (REPOSITORY / "docs" / "performance.md").read_text()
-    section = text.split("## The second half")[1]
+    section = (DOCS / "performance-sums.md").read_text().split("## The second half")[1]
     report = json.loads((RESULTS / "scatter" / "nvidia-h200-x2.json").read_text())
     assert report["commit"] in section
     wanted = []
@@ -239,16 +241,48 @@ def test_times_of_scatters_are_those_of_the_report() -> None:
         times = [f"{us[n]:.1f}" for n in ("roof", "unfused", "torch-fused-graph", "agmm")]
         ratio = f"{us['agmm'] / us['roof']:.2f}"
         wanted.append([f"{shape['M']} × {shape['N']} × {shape['K']}", *times, ratio])
-    assert _rows(section.split("\n\n")[2]) == wanted
+    table = section.split("(`scatter/nvidia-h200-x2.json`")[1].split("\n\n")[1]
+    assert _rows(table) == wanted
 
 
 def test_times_of_the_block_are_those_of_the_report() -> None:
-    text = (REPOSITORY / "docs" / "performance.md").read_text()
+    text = (DOCS / "performance-block.md").read_text()
     names = ("nccl", "nccl-compiled", "torch-async-tp", "agmm", "agmm-compiled", "agmm-async-tp")
     report = RESULTS / "block" / "nvidia-h200-x4-save-gathered.json"
     for entry in json.loads(report.read_text())["shapes"]:
         times = [f"{entry['ways'][name]['median_us']:.0f}" for name in names]
         assert f"| {entry['tokens']} | {entry['pass']} | {' | '.join(times)} |" in text
+
+
+RANGES = {
+    "all-gather + matmul": ("nvidia-h200-x4", "nvidia-h100-x4", "nvidia-h200-x2"),
+    "matmul + reduce-scatter": tuple(
+        f"scatter/{name}" for name in ("nvidia-h200-x4", "nvidia-h100-x4", "nvidia-h200-x2")
+    ),
+}
+"""The reports behind each row of the README's table of gains, in the order of its columns."""
+
+
+@pytest.mark.parametrize("op", RANGES)
+def test_ranges_of_the_readme_are_those_of_the_reports(op: str) -> None:
+    (row,) = re.findall(rf"^\| {re.escape(op)}, (\d+) shapes \| (.*) \|$", README, re.MULTILINE)
+    shapes, cells = int(row[0]), re.findall(r"([\d.]+) to ([\d.]+) ×", row[1])
+    for name, cell in zip(RANGES[op], cells, strict=True):
+        entries = json.loads((RESULTS / f"{name}.json").read_text())["shapes"]
+        ways = [entry["ways"] for entry in entries]
+        gains = [way["unfused"]["median_us"] / way["agmm"]["median_us"] for way in ways]
+        assert (shapes, *cell) == (len(entries), f"{min(gains):.2f}", f"{max(gains):.2f}")
+
+
+def test_gains_of_the_block_are_those_of_the_report() -> None:
+    text = (DOCS / "performance-block.md").read_text()
+    report = RESULTS / "block" / "nvidia-h200-x4-save-gathered.json"
+    for entry in json.loads(report.read_text())["shapes"]:
+        us = {name: way["median_us"] for name, way in entry["ways"].items()}
+        compiled = min(us["agmm-compiled"], us["agmm-async-tp"])
+        pairs = (("nccl", us["agmm"]), ("nccl-compiled", compiled), ("torch-async-tp", compiled))
+        gains = " | ".join(f"{us[name] / ours:.2f}" for name, ours in pairs)
+        assert f"| {entry['tokens']} | {entry['pass']} | {gains} |" in text
 
 
 # --- code ---
@@ -314,3 +348,17 @@ def test_code_runs_on_two_ranks(code: str) -> None:
         port = free.getsockname()[1]
     with RankPool(2) as pool:
         pool.run(_run_as_under_torchrun, code, port)
+
+
+PROGRAMS = [page for page in PAGES if "<!-- program -->" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=_id)
+def test_a_tutorial_is_one_program(page: Path) -> None:
+    """The blocks of the page that are marked run one after the other, as a reader puts them into a
+    file, and agmm serves their calls."""
+    pattern = re.compile(r"^<!-- program -->\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    blocks = pattern.findall(page.read_text())
+    assert len(blocks) == page.read_text().count("<!-- program -->")
+    served = 'assert "agmm\'s CPU backend" in str(agmm.status())'
+    test_code_runs_on_two_ranks("\n\n".join([*blocks, served]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import socket
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from agmm import _installation
-from agmm.cli import doctor, doctor_links
+from agmm.cli import doctor, doctor_links, doctor_report
+from agmm.cli.app import app
 from agmm.cli.findings import Finding, is_broken
 from agmm.planning import tables
 from agmm.runtime import devices, links
@@ -257,3 +261,40 @@ def test_links_that_cannot_be_asked_about_are_not_drawn(monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "nvml", lambda: None)
     assert doctor_links.gpu_links(_core()) is None
     assert "active NVLinks per GPU: unknown" in doctor_links.finding(_core()).found
+
+
+def test_a_report_names_no_host_and_no_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has what an issue needs all the same."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
+    monkeypatch.setattr(platform, "node", lambda: "node17")
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "plans of node17"))
+    monkeypatch.setenv("AGMM_REPORT", "calls of node17.txt")
+    monkeypatch.setenv("AGMM_WARN_S", "7")
+    result = CliRunner().invoke(app, ["doctor", "--report"])
+    assert result.exit_code == 0, result.output
+    said = result.output
+    assert said.startswith("agmm doctor --report\nmachine: ")
+    assert f"torch {torch.__version__}" in said and "AGMM_WARN_S=7" in said
+    assert "AGMM_CACHE_DIR=<path>" in said and "AGMM_REPORT=<path>" in said
+    assert "/dev/shm" in said
+    assert not re.search(r"node17|/tmp|/home|/root|/usr", said)
+
+
+def test_names_in_a_text_are_replaced() -> None:
+    text = "GPU-12345678-9abc of /opt/a/b.json: ~/x/y, 3/4 of and/or; /dev/shm: /home"
+    assert doctor_report.without_names(text) == (
+        "<gpu> of <path>: <path>, 3/4 of and/or; /dev/shm: <path>"
+    )
+
+
+def test_each_form_of_an_issue_asks_for_the_report() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = Path(__file__).resolve().parents[2] / ".github" / "ISSUE_TEMPLATE"
+    forms = [path for path in folder.glob("*.yml") if path.name != "config.yml"]
+    assert {form.stem for form in forms} == {"wrong-result", "hang", "slow-shape"}
+    for form in forms:
+        fields = yaml.safe_load(form.read_text())["body"]
+        labels = [field["attributes"].get("label") for field in fields]
+        assert "What `agmm doctor --report` prints" in labels, form.name

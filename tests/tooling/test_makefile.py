@@ -53,15 +53,23 @@ def _run(folder: Path, *arguments: str) -> str:
         (True, ["demo"], True),
         (False, ["bench"], False),
         (True, ["bench"], True),
+        (False, ["build"], False),
+        (True, ["build"], True),
+        (False, ["build", "AGMM_CUDA=ON"], True),
+        (False, ["lint"], False),
+        (False, ["stub"], False),
+        (True, ["lint"], True),
+        (False, ["lint", "AGMM_CUDA=ON"], True),
         (False, ["test"], True),
         (False, ["demo", "test"], True),
+        (False, ["lint", "test"], True),
         (False, ["demo", "bench"], False),
         (False, ["demo", "AGMM_CUDA=ON"], True),
         (True, ["demo", "AGMM_CUDA=OFF"], False),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_kernels_are_left_out_of_demo_and_bench_without_a_gpu(
+def test_kernels_are_left_out_where_nothing_runs_them(
     commands: Path, gpu: bool, arguments: list[str], cuda: bool
 ) -> None:
     _command(commands, "nvcc", 0)
@@ -79,12 +87,11 @@ def test_kernels_are_left_out_of_demo_and_bench_without_a_gpu(
     ("gpu", "arguments", "kernels"),
     [
         (False, ["test"], "ci"),
-        (False, ["lint"], "ci"),
         (False, ["test-slow"], "ci"),
         (False, ["test", "AGMM_KERNELS=default"], "default"),
         (False, ["test", "AGMM_CUDA=OFF"], "default"),
         (False, ["build"], "default"),
-        (False, ["build", "test"], "default"),
+        (False, ["build", "test"], "ci"),
         (False, ["test-gpu"], "default"),
         (True, ["test"], "default"),
         (True, ["demo"], "default"),
@@ -137,3 +144,22 @@ def test_wheels_have_all_kernels_unless_asked_for_otherwise(
     assert ("--cutlass" in run) is (cuda == "ON")
     # The wheels' machine code is read.
     assert ("--extra sass" in run) is (cuda == "ON" and shutil.which("cuobjdump") is None)
+
+
+def test_what_reads_the_installed_module_takes_it_as_it_is(commands: Path) -> None:
+    """`make lint` behind `make test` installs nothing, whatever was built; changes are seen."""
+    _command(commands, "nvcc", 0)
+    _command(commands, "nvidia-smi", 1)
+    venv = commands.parent / "venv"
+    venv.mkdir()
+    for stamp in (".torch", ".build", ".lint", ".installed"):
+        (venv / stamp).touch()
+    settings = f"SETTINGS={commands.parent / 'settings'}"
+    assert "pip install" not in _dry_run(commands, "lint", settings).replace(
+        "--ignore-installed", ""
+    )
+    os.utime(venv / ".installed", (0, 0))
+    run = _dry_run(commands, "lint", settings)
+    assert "AGMM_CUDA=OFF" in run
+    # The next `make test` sees that its kernels are not there any more.
+    assert f"> {commands.parent / 'settings'}" in run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from agmm.bench.figures import PlotUnavailable
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +35,37 @@ def _small(**times: float | None) -> dict[str, Any]:
 
 def test_both_pictures_are_written(report: reports.Report, tmp_path: Path) -> None:
     written, left_out = plots.write(report, tmp_path / "new")
-    assert [path.name for path in written] == ["time_over_roof.png", "speedup.png"]
+    assert [path.name for path in written] == [
+        "time_over_roof-all_gather_matmul-nvidia-h100-80gb-hbm3-x4.png",
+        "speedup-all_gather_matmul-nvidia-h100-80gb-hbm3-x4.png",
+    ]
     assert left_out == []
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_one_command_draws_the_pictures_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but timelines, which are recorded on GPUs; and a page shows each of them."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    drawn = {path.name for path in importlib.import_module("benchmarks.pictures").draw(tmp_path)}
+    images = {path.name for path in (REPOSITORY / "docs" / "images").iterdir()}
+    assert drawn == {name for name in images if not name.startswith("timeline-")}
+    pages = "".join(page.read_text() for page in (REPOSITORY / "docs").rglob("*.md"))
+    assert [name for name in images if f"images/{name})" not in pages] == []
 
 
 def test_time_over_roof_by_m(report: reports.Report) -> None:
     panels = plots.time_over_roof(report).axes
     assert [axes.get_title(loc="left") for axes in panels] == [
         "N = 3584 per rank, K = 8192",
-        "N = 2112 per rank, K = 7168",
-        "N = 7168 per rank, K = 8192",
-        "N = 8192 per rank, K = 4096",
+        "",  # bars of the shapes that have one M
+    ]
+    assert [label.get_text() for label in panels[1].get_xticklabels()] == [
+        "M = 2048\nN = 2112\nK = 7168",
+        "M = 4096\nN = 7168\nK = 8192",
+        "M = 8192\nN = 8192\nK = 4096",
     ]
     axes = panels[0]
     assert axes.get_xscale() == "log"
@@ -76,11 +97,14 @@ def test_a_report_of_scatters_says_so() -> None:
     pytest.importorskip("matplotlib")
     found = _small(roof=50.0, unfused=100.0, torch_fused=90.0, agmm_fused=70.0, agmm=60.0)
     found["settings"]["op"] = "matmul_reduce_scatter"
+    found["shapes"].append({**found["shapes"][0], "M": 128})
     lines, bars = plots.time_over_roof(found), plots.speedup(found)
     (axes,) = lines.axes
     assert axes.get_title(loc="left") == "N = 8, K = 32 per rank"
     assert axes.get_xlabel() == "M, rows before the scatter"
-    assert bars.get_suptitle().startswith("Speed-up over matmul, then reduce-scatter (")
+    assert bars.get_suptitle().startswith(
+        "matmul_reduce_scatter: speed-up over matmul, then reduce-scatter ("
+    )
     labels = [text.get_text() for text in lines.legends[0].get_texts()]
     assert {"torch fused", "matmul, then reduce-scatter", "agmm, never unfused"} <= {*labels}
 

@@ -17,7 +17,10 @@ ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 """The palette of Okabe and Ito, told apart by colour-blind eyes too."""
 
-_DPI = 120  # a page of the docs is some 1100 pixels wide
+PAGE_WIDTH = 7.6
+"""The width of a picture in inches: on a page of 690 pixels, text of 9 points is 11 pixels high."""
+_DPI = 150
+"""The resolution of a picture, which is twice that of such a page for dense screens."""
 
 
 class PlotUnavailable(RuntimeError):

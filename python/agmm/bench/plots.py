@@ -13,18 +13,24 @@ from agmm.bench.reports import Report, op_of, shape_of, title_of, where
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.tables import gpu_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TIME_OVER_ROOF = "time_over_roof.png"
-SPEEDUP = "speedup.png"
+TIME_OVER_ROOF = "time_over_roof"
+SPEEDUP = "speedup"
 BASELINE = "unfused"
 OURS = "agmm"
 
-_MAX_COLUMNS = 3
-_GROUPS_PER_ROW = 8
+_MAX_COLUMNS = 2
+_BARS_PER_ROW, _LEAST_GROUPS, _MOST_GROUPS = 36, 3, 9
+"""What fits side by side on a page: bars, and groups of bars whose shapes can be read below."""
+_MOST_IN_THREE = 6
+"""The most entries of a legend that has three columns; with more, some name is too long."""
+_BELOW = 0.2
+"""The room below the lowest mark, for the number under it, as a share of the range of the marks."""
 _LOG_FROM_RATIO = 4.0
 """The y axis is logarithmic where the largest ratio is at least this."""
 _ROOF_SHOWN, _LOWEST_TOP = 2.0, 0.1
@@ -72,6 +78,18 @@ class Style:
         )
 
 
+def picture_name(what: str, report: Report) -> str:
+    """Return the file name of a picture: what it shows, the op, the GPU, the ranks, and the dtype
+    where it is not bfloat16."""
+    settings, machine = report["settings"], report["machine"]
+    device = str(settings.get("device", "unknown"))
+    gpu = gpu_name(machine["device_name"]) if machine.get("device_name") else device
+    gpu = device if device == "cpu" else gpu
+    dtype = settings.get("dtype", "bfloat16")
+    parts = [what, op_of(report), gpu, f"x{settings.get('world_size', 0)}"]
+    return "-".join([*parts, *([dtype] if dtype != "bfloat16" else [])]) + ".png"
+
+
 def write(report: Report, folder: Path) -> tuple[list[Path], list[str]]:
     """Writes the pictures that the report has the times for into `folder`, which is made.
 
@@ -80,7 +98,8 @@ def write(report: Report, folder: Path) -> tuple[list[Path], list[str]]:
     """
     figures.need_matplotlib()
     written, left_out = [], []
-    for name, draw in ((TIME_OVER_ROOF, time_over_roof), (SPEEDUP, speedup)):
+    for what, draw in ((TIME_OVER_ROOF, time_over_roof), (SPEEDUP, speedup)):
+        name = picture_name(what, report)
         try:
             figure = draw(report)
         except InvalidArgument as error:
@@ -95,33 +114,32 @@ def write(report: Report, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def time_over_roof(report: Report) -> Figure:
-    """Draws the time of each way over that of the matmul alone, by M: a line per way, a panel per
-    (N, K).
+    """Draws the time of each way over that of the matmul alone: by M, a line per way, in a panel
+    per (N, K) that has several M; as bars for the shapes that have an (N, K) of their own.
 
     Raises InvalidArgument where no shape has a time of the roof and of another way.
     """
-    panels: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
-    for entry in report["shapes"]:
-        ratios = _ratios(entry, ROOF)
-        if ratios:
-            shape = shape_of(entry)
-            panels.setdefault((shape.N, shape.K), {})[shape.M] = ratios
-    if not panels:
+    by_shape = {shape_of(e): r for e in report["shapes"] if (r := _ratios(e, ROOF))}
+    if not by_shape:
         raise InvalidArgument(
             f"report: found no shape with times of {ROOF!r} and another way, wanted one"
         )
-    names = _names(by_m for panel in panels.values() for by_m in panel.values())
-    styles = _styles(names)
-    columns = min(_MAX_COLUMNS, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    one_row = rows == 1
-    widths = [max(3.0, 1.4 * len(panel)) for panel in panels.values()] if one_row else None
-    figure = figures.new_figure(
-        max(8.0, sum(widths) + 1.0) if widths else 4.8 * columns, 4.0 * rows + 1.4
-    )
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True, width_ratios=widths)
-    largest = max(r for panel in panels.values() for by_m in panel.values() for r in by_m.values())
-    for axes, ((n, k), panel) in zip(grid.flat, panels.items(), strict=False):
+    panels: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
+    for shape, ratios in by_shape.items():
+        panels.setdefault((shape.N, shape.K), {})[shape.M] = ratios
+    lines = {sizes: panel for sizes, panel in panels.items() if len(panel) > 1}
+    single = {s: ratios for s, ratios in by_shape.items() if (s.N, s.K) not in lines}
+    styles = _styles(_names(by_shape.values()))
+    columns = max(1, min(_MAX_COLUMNS, len(lines)))
+    line_rows, bar_rows = math.ceil(len(lines) / columns), _rows_of(list(single), len(styles))
+    rows = line_rows + len(bar_rows)
+    figure = figures.new_figure(figures.PAGE_WIDTH, 2.9 * rows + 1.3)
+    grid = figure.add_gridspec(rows, columns)
+    found = [1.0, *(ratio for ratios in by_shape.values() for ratio in ratios.values())]
+    lowest, largest = min(found), max(found)
+    axes: Axes | None = None
+    for place, ((n, k), panel) in enumerate(lines.items()):
+        axes = figure.add_subplot(grid[place // columns, place % columns], sharey=axes)
         _ratio_panel(axes, panel, styles)
         is_gather = op_of(report) == ALL_GATHER_MATMUL
         axes.set_title(
@@ -130,16 +148,20 @@ def time_over_roof(report: Report) -> Figure:
             fontsize=10,
         )
         axes.set_xlabel("M, gathered rows" if is_gather else "M, rows before the scatter")
-        axes.tick_params(labelleft=True)
+    for place, shapes in enumerate(bar_rows):
+        axes = figure.add_subplot(grid[line_rows + place, :], sharey=axes)
+        _bar_row(axes, shapes, single, {}, styles, None)
+    for axes in figure.axes:
+        axes.set_ylabel("time ÷ matmul alone")
         if largest >= _LOG_FROM_RATIO:
             axes.set_yscale("log", base=2)
             _log2_ticks(axes.yaxis, [2.0**i for i in range(math.ceil(math.log2(largest)) + 1)])
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.remove()
-    for line in grid[:, 0]:
-        line.set_ylabel("time ÷ matmul alone")
-    _title(figure, report, "Time over the matmul alone (1 is the roof; lower is better)")
-    _legend(figure, _line_handles(styles, op_of(report)))
+            axes.set_ylim(lowest * (lowest / largest) ** _BELOW, largest * 1.1)
+        else:
+            axes.set_ylim(lowest - _BELOW * (largest - lowest), largest * 1.03)
+    _title(figure, report, "time ÷ matmul alone (1 is the roof; lower is better)")
+    op = op_of(report)
+    _legend(figure, _line_handles(styles, op) if lines else _bar_handles(styles, True, op))
     return figure
 
 
@@ -165,39 +187,41 @@ def speedup(report: Report) -> Figure:
         raise InvalidArgument(
             f"report: found no shape with times of {BASELINE!r} and another way, wanted one"
         )
-    names = _names(groups.values())
-    styles = _styles(names)
-    rows = math.ceil(len(groups) / _GROUPS_PER_ROW)
-    per_row = math.ceil(len(groups) / rows)
-    width = max(8.0, 1.0 + per_row * (0.5 + 0.14 * len(names)))
-    figure = figures.new_figure(width, 3.9 * rows + 1.4)
+    styles = _styles(_names(groups.values()))
+    rows = _rows_of(list(groups), len(styles))
+    figure = figures.new_figure(figures.PAGE_WIDTH, 2.9 * len(rows) + 1.3)
     highest = max(value for by_way in groups.values() for value in by_way.values())
     needed = 1.1 * (max(highest, *roofs.values(), 1.0) - 1.0)
     top = 1.0 + max(_LOWEST_TOP, min(needed, _ROOF_SHOWN * (highest - 1.0)))
-    shapes = list(groups)
-    for i, axes in enumerate(figure.subplots(rows, 1, squeeze=False, sharey=True).flat):
-        mine = shapes[i * per_row : (i + 1) * per_row]
-        _bar_row(axes, mine, groups, roofs, styles, top)
-        axes.set_xlim(-0.6, per_row - 0.4)
+    grid = figure.subplots(len(rows), 1, squeeze=False, sharey=True).flat
+    for axes, shapes in zip(grid, rows, strict=True):
+        _bar_row(axes, shapes, groups, roofs, styles, top)
+        axes.set_xlim(-0.6, len(rows[0]) - 0.4)
         axes.set_ylabel("speed-up")
     baseline = title_of(BASELINE, op_of(report))
-    _title(figure, report, f"Speed-up over {baseline} (higher is better)")
+    _title(figure, report, f"speed-up over {baseline} (higher is better)")
     _legend(figure, _bar_handles(styles, bool(roofs), op_of(report)))
     return figure
+
+
+def _rows_of(shapes: list[Any], bars: int) -> list[list[Any]]:
+    """The shapes in rows that fit on a page, as even as can be; `bars` is the number in a group."""
+    if not shapes:
+        return []
+    most = max(_LEAST_GROUPS, min(_MOST_GROUPS, _BARS_PER_ROW // bars))
+    per_row = math.ceil(len(shapes) / math.ceil(len(shapes) / most))
+    return [shapes[i : i + per_row] for i in range(0, len(shapes), per_row)]
 
 
 def _ratio_panel(
     axes: Axes, panel: Mapping[int, Mapping[str, float]], styles: Mapping[str, Style]
 ) -> None:
     ms = sorted(panel)
-    # A single M would put all points on top of each other.
-    apart = 0.9 if len(ms) == 1 else 0.0
-    shifts = {n: 2.0 ** (apart * ((i + 0.5) / len(styles) - 0.5)) for i, n in enumerate(styles)}
     for name, style in styles.items():
         points = [(m, panel[m][name]) for m in ms if name in panel[m]]
         if points:
             axes.plot(
-                [m * shifts[name] for m, _ in points],
+                [m for m, _ in points],
                 [ratio for _, ratio in points],
                 color=style.color,
                 marker=style.marker,
@@ -211,12 +235,11 @@ def _ratio_panel(
     for m in ms:
         ours = panel[m].get(OURS)
         if ours is not None:
-            _label(axes, m * shifts[OURS], ours, f"{ours:.2f}", below=True)
+            _label(axes, m, ours, f"{ours:.2f}", below=True)
     axes.axhline(1.0, color=figures.BLACK, linewidth=1.0, zorder=1)
     axes.set_xscale("log", base=2)
     axes.set_xlim(ms[0] * 2**-0.6, ms[-1] * 2**0.6)
     _log2_ticks(axes.xaxis, ms)
-    axes.margins(y=0.09)
     figures.strip(axes, grid="y")
 
 
@@ -244,7 +267,7 @@ def _bar_row(
     groups: Mapping[Any, Mapping[str, float]],
     roofs: Mapping[Any, float],
     styles: Mapping[str, Style],
-    top: float,
+    top: float | None,
 ) -> None:
     from matplotlib.ticker import FixedLocator
 
@@ -259,11 +282,14 @@ def _bar_row(
             if name == OURS:
                 _label(axes, x, max(value, 1.0), f"{value:.2f}")
         roof = roofs.get(shape)
-        if roof is not None and roof <= top:
+        if roof is None or top is None:
+            continue
+        if roof <= top:
             axes.hlines(roof, place - 0.45, place + 0.45, color=figures.BLACK, linewidth=1.6)
-        elif roof is not None:
+        else:
             axes.text(place, top, f"roof ↑ {roof:.2f}", ha="center", va="top", fontsize=8.5)
-    axes.set_ylim(top=top)
+    if top is not None:
+        axes.set_ylim(top=top)
     axes.axhline(1.0, color=figures.BLACK, linewidth=1.0)
     axes.xaxis.set_major_locator(FixedLocator(list(range(len(shapes)))))
     axes.set_xticklabels([f"M = {s.M}\nN = {s.N}\nK = {s.K}" for s in shapes], fontsize=8.5)
@@ -315,15 +341,15 @@ def _legend(figure: Figure, handles: list[Any]) -> None:
     figure.legend(
         handles=handles,
         loc="outside lower left",
-        ncols=max(1, min(4, int(figure.get_size_inches()[0] // 2.8))),
-        fontsize=8.5,
+        ncols=3 if len(handles) <= _MOST_IN_THREE else 2,
+        fontsize=9,
         frameon=False,
         handlelength=3.2,
     )
 
 
 def _title(figure: Figure, report: Report, text: str) -> None:
-    figure.suptitle(f"{text}\n{where(report)}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"{op_of(report)}: {text}\n{where(report)}", x=0.01, ha="left", fontsize=10.5)
 
 
 def _log2_ticks(axis: Any, values: Sequence[float]) -> None:

@@ -41,7 +41,7 @@ WORDS = {
         marked="arrived",
         own_marked="arrived",
         marks="chunk arrivals",
-        line="all of A here: all-gather + matmul would start only now",
+        line="all of A first found complete",
     ),
     MATMUL_REDUCE_SCATTER: Words(
         bars="computing its tiles (colour: owner)",
@@ -50,7 +50,7 @@ WORDS = {
         marked="sent",
         own_marked="has all sums",
         marks="chunks sent",
-        line="all tiles computed: matmul + reduce-scatter would send only now",
+        line="the last tile computed",
     ),
 }
 

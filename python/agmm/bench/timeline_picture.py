@@ -47,8 +47,8 @@ def draw(events: Sequence[ChunkEvent], path: Path, *, title: str, rank: int = 0)
     draw a matmul + reduce-scatter.
 
     One lane per chunk, in the order in which they are computed: a mark where it arrived, bars where
-    its tiles were computed, grey where they waited. A dashed line stands where all of A had
-    arrived: all-gather followed by matmul could start there at the earliest. Raises
+    its tiles were computed, grey where they waited. A dashed line stands where all of A
+    was first found complete. Raises
     PlotUnavailable without matplotlib.
     """
     if not events:

@@ -242,10 +242,16 @@ def explain(options: ExplainOptions) -> None:
 
 
 @app.command(
-    cls=Command, epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings"
+    cls=Command,
+    epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --report\n\n"
+    "  agmm doctor --json | jq .findings",
 )
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_report: Annotated[
+        bool,
+        typer.Option("--report", help="Print plain text for an issue: no host names, no paths."),
+    ] = False,
 ) -> None:
     """Say what is here (GPU, driver, links, torch, kernels built) and what that means for you.
 
@@ -254,5 +260,5 @@ def doctor(
     with one_line_errors(needs_agmm=False):
         from agmm.cli import doctor_command
 
-        if not doctor_command.run(as_json=as_json):
+        if not doctor_command.run(as_json=as_json, as_report=as_report):
             raise typer.Exit(1)

@@ -270,8 +270,7 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
             by_rank = call(record_all_ranks, shape, options)
             if not leads:
                 continue
-            what = "agmm" if op == ALL_GATHER_MATMUL else f"{op} of agmm"
-            title = f"{what} on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
+            title = f"{op} on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
             path = folder / f"timeline-{op}-{kind}-x{ranks}-{shape}.json"
             try:
                 timeline_trace.write_trace(by_rank, path, title=title, one_clock=one_clock, op=op)

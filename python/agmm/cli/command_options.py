@@ -95,7 +95,7 @@ class BenchOptions:
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw time_over_roof.png and speedup.png into this folder.",
+            help="Draw time over the roof and speed-up into this folder, a PNG each.",
             metavar="DIR",
             file_okay=False,
         ),

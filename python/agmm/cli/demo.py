@@ -82,7 +82,7 @@ def run(
             return DemoResult(report, None, "the op did not run")
         progress("recording one call")
         events = pool.run(record.record_timeline, shape, options)[0]
-    title = f"agmm, rank 0 of {world_size} {where}, {shape.M} x {shape.N} x {shape.K}"
+    title = f"all_gather_matmul, rank 0 of {world_size} {where}, {shape.M} x {shape.N} x {shape.K}"
     try:
         draw(events, output, title=title)
     except PlotUnavailable as e:
