@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_shard, local_values
+from agmm.nn._parameters import ShardedModule
 from agmm.nn._ranks import check_mesh_alive
-from agmm.nn._sharded import ShardedLinear
 from agmm.nn.packed import UnpackedLinear
 
-_Owner = ShardedLinear | UnpackedLinear
+_Owner = ShardedModule | UnpackedLinear
 
 
 def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[torch.Tensor]]]:
