@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -122,6 +122,13 @@ class ShardedModule(torch.nn.Module):
         if parameter.storage_offset() != shard.storage_offset():
             parameter.data = DTensor(shard, spec, requires_grad=False)
         parameter._local_tensor, parameter._spec = shard, spec
+
+    def _refuse_placement(self, parameter: DTensor) -> NoReturn:
+        raise InvalidArgument(
+            f"{type(self).__name__}: found a parameter over {parameter.device_mesh}, wanted the "
+            "layer's ranks only; after fully_shard call the module that it was given, which "
+            "gathers the parameters of those in it"
+        )
 
     def _addresses(self) -> list[int]:
         """Where the shards are in memory."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._checked import CheckedLinear
 from agmm.nn._held import LocalParts, OperandPlan, TracedWhole, local_shard, local_values
@@ -115,13 +114,6 @@ class ShardedLinear(CheckedLinear):
                 return None
             wholes.append(whole)
         return wholes
-
-    def _refuse_placement(self, parameter: DTensor) -> NoReturn:
-        raise InvalidArgument(
-            f"{type(self).__name__}: found a parameter over {parameter.device_mesh}, wanted the "
-            "layer's ranks only; after fully_shard call the module that it was given, which "
-            "gathers the parameters of those in it"
-        )
 
     def _traced_operands(self, parameters: list[Any]) -> tuple[Sequence[torch.Tensor], bool]:
         """The operands while a call is traced, also where the parameters are no DTensors."""
