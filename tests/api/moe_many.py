@@ -1,7 +1,7 @@
-"""As many random mixtures of experts as are asked for, against the unfused model in float64: what
-takes too long for a test. ``python tests/api/moe_many.py --cases 100000`` from the repository.
+"""Random mixtures of experts against the unfused model in float64, as many as are asked for: more
+than a test has time for. ``python tests/api/moe_many.py --cases 100000`` in the repository.
 
-Each is a forward, the same again for its bits, and the gradients of all operands in float64. A
+Each case is a forward, the same again for its bits, and the gradients of all operands in float64. A
 number names the cases of a batch, so that a fault can be found again.
 """
 

@@ -28,7 +28,6 @@ from agmm.nn import (
     parameter_groups,
     sum_replicated_gradients,
 )
-from agmm.nn._held import local_values
 from agmm.nn.router import load_of
 from agmm.testing.reference import relative_error
 
@@ -121,6 +120,10 @@ def _close(
         return [f"{label}: found {tuple(found.shape)}, wanted {tuple(wanted.shape)}"]
     error = relative_error(found.detach(), wanted.detach())
     return [] if error < limit else [f"{label}: error {error}"]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +254,7 @@ def compiled_is_eager(world_size: int, kind: Kind) -> Faults:
     torch.compiler.reset()
     faults = []
     for i, (one, other) in enumerate(zip(*found, strict=True)):
-        faults += _close(f"result {i}", local_values(other), local_values(one), 1e-12)
+        faults += _close(f"result {i}", _local(other), _local(one), 1e-12)
     return faults
 
 
