@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from agmm.bench import figures
 from agmm.bench.reports import Report, op_of, shape_of, title_of, where
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import Shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,6 +106,7 @@ def time_over_roof(report: Report) -> Figure:
         ratios = _ratios(entry, ROOF)
         if ratios:
             shape = shape_of(entry)
+            assert isinstance(shape, Shape)  # mixtures of experts are not drawn
             panels.setdefault((shape.N, shape.K), {})[shape.M] = ratios
     if not panels:
         raise InvalidArgument(
