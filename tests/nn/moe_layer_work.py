@@ -51,14 +51,17 @@ class Kind(NamedTuple):
     activation: str = "silu_mul"
     options: tuple[tuple[str, Any], ...] = ()
     """What the unsharded model has no use for."""
+    wide: int = 1
+    """How many times as large the features are."""
 
     def make(self, dtype: torch.dtype = torch.float64, **where: Any) -> MoE:
         """The layer, with the first values of a seed."""
         torch.manual_seed(7)
         given: Any = {**self._asdict(), **dict(self.options)}
-        del given["options"], given["shared"]
-        given["shared_features"] = SHARED if self.shared else None
-        return MoE(HIDDEN, INNER, EXPERTS, dtype=dtype, **given, **where)
+        del given["options"], given["shared"], given["wide"]
+        given["shared_features"] = SHARED * self.wide if self.shared else None
+        wide = self.wide
+        return MoE(HIDDEN * wide, INNER * wide, EXPERTS, dtype=dtype, **given, **where)
 
 
 class Whole(torch.nn.Module):
@@ -126,9 +129,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(step: int, dtype: torch.dtype, wide: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    x = torch.randn(TOKENS, HIDDEN * wide, generator=generator, dtype=torch.float64)
     return x.to(dtype), torch.tanh(x.roll(1, 1) * 2).to(dtype)
 
 
@@ -136,17 +139,23 @@ def _choice_bias(kind: Kind, layer: MoE) -> torch.Tensor | None:
     if not kind.has_choice_bias:
         return None
     bias: torch.Tensor = layer.router.choice_bias
-    bias.copy_(torch.linspace(-0.3, 0.3, EXPERTS))
+    bias.copy_(torch.linspace(-0.3, 0.3, EXPERTS, device=bias.device))
     return bias.to(torch.float64)
 
 
 def training(world_size: int, kind: Kind, dtype: torch.dtype) -> Faults:
-    """Faults of steps of training: the losses, the parameters at last, and the load."""
+    """Faults of steps of training on CPU ranks."""
     group = group_of(world_size)
-    if group is None:
-        return None
-    rank, limit = group.rank(), EXACT if dtype == torch.float64 else 0.05
-    layer = kind.make(dtype, group=group)
+    return None if group is None else training_faults(group, kind, dtype, "cpu")
+
+
+def training_faults(
+    group: dist.ProcessGroup, kind: Kind, dtype: torch.dtype, device: str
+) -> list[str]:
+    """Faults of steps of training: the losses, the parameters at last, and the load."""
+    world_size, rank = group.size(), group.rank()
+    limit = EXACT if dtype == torch.float64 else 0.05
+    layer = kind.make(dtype, group=group, device=device)
     values = full_state_dict(layer)
     bias = _choice_bias(kind, layer)
     values.pop("router.choice_bias", None)
@@ -158,7 +167,7 @@ def training(world_size: int, kind: Kind, dtype: torch.dtype) -> Faults:
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        x, target = _batch(0, dtype)
+        x, target = (t.to(device) for t in _batch(0, dtype, kind.wide))
         out, balance, counts = whole(x, bias)
         loss = (out - target).square().mean() + 0.1 * balance
         loss.backward()
