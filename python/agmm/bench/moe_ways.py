@@ -111,12 +111,12 @@ def make_problem(
 
 
 def references(problem: MoEWorkload) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The results in float64 of the roof and of the others, and the error of a computation whose
-    results are rounded after each step. Collective."""
-    given, tokens = problem.experts, problem.operands.A
+    """The results in float64 of the roof and of the others, and the error of a computation that
+    rounds after each step, as separate calls do. Collective."""
+    given, tokens, group = problem.experts, problem.operands.A, problem.group
     dtype, wide = tokens.dtype, torch.float64
     exact = torch.zeros(tokens.shape, dtype=wide, device=problem.device)
-    usual = torch.zeros_like(exact)
+    usual = torch.zeros_like(tokens)
     products, begin = [], 0
     for expert, count in enumerate(given.counts):
         at = slice(begin, begin + count)
@@ -124,18 +124,20 @@ def references(problem: MoEWorkload) -> tuple[torch.Tensor, torch.Tensor, float]
         sources = given.sources[at]
         rows = tokens[sources].to(wide)
         gate, up = (rows @ weight[expert].to(wide) for weight in (given.gate, given.up))
-        hidden, down = functional.silu(gate) * up, given.down[expert].to(wide)
-        products.append(hidden @ down)
-        weights = given.row_weights[at, None].to(wide)
-        exact.index_add_(0, sources, weights * products[-1])
-        rounded = (hidden.to(dtype).to(wide) @ down).to(dtype).to(wide)
-        usual.index_add_(0, sources, weights * rounded)
-    usual = usual.to(dtype).to(wide)
-    for one in (exact, usual):
-        dist.all_reduce(one, group=problem.group)
-    error = ((usual.to(dtype).to(wide) - exact).norm() / exact.norm()).item()
-    ranks, rank = dist.get_world_size(problem.group), dist.get_rank(problem.group)
-    return torch.cat(products), exact.chunk(ranks)[rank].clone(), error
+        down, weights = given.down[expert].to(wide), given.row_weights[at, None]
+        products.append((functional.silu(gate) * up) @ down)
+        exact.index_add_(0, sources, weights.to(wide) * products[-1])
+        hidden = functional.silu(gate.to(dtype)).mul_(up.to(dtype))
+        usual.index_add_(0, sources, (hidden.to(wide) @ down).to(dtype).mul_(weights.to(dtype)))
+    dist.all_reduce(exact, group=group)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    wanted = exact.chunk(ranks)[rank].clone()
+    partials = [torch.empty_like(usual) for _ in range(ranks)]
+    dist.all_gather(partials, usual, group=group)
+    found = sum((one.chunk(ranks)[rank] for one in partials[1:]), partials[0].chunk(ranks)[rank])
+    error = (found.to(wide) - wanted).norm() / wanted.norm()
+    dist.all_reduce(error, dist.ReduceOp.MAX, group=group)
+    return torch.cat(products), wanted, error.item()
 
 
 # --- the ways ---
