@@ -29,7 +29,7 @@ from agmm.bench.measure import release_memory
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.cli.terminal import console, plain_table
 from agmm.errors import InvalidArgument
 from agmm.ops import async_input_mm

@@ -22,6 +22,7 @@ from agmm.cli.options import (
     Op,
     PlannedOp,
     ReturnA,
+    Routing,
     ScalingOf,
     Shapes,
     Tokens,
@@ -69,6 +70,7 @@ class BenchOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
+    routing: Routing = None
     op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
     ways: Annotated[
         str | None,
@@ -192,6 +194,7 @@ class ExplainOptions:
     shapes: Shapes = None
     model: Model = None
     tokens: Tokens = None
+    routing: Routing = None
     op: Annotated[
         ExplainedOp | None,
         typer.Option(
