@@ -22,7 +22,7 @@ from agmm.ops import seen
 from agmm.testing import ranks
 
 BATCH = 50
-OPTIONS = (
+OPTIONS: tuple[dict[str, bool], ...] = (
     {},
     {"save_gathered": True},
     {"return_gathered": True},

@@ -375,10 +375,37 @@ class Titan(Packed):
         return [self.w1[expert], self.w3[expert], self.w2[expert]]
 
 
-MODULES: dict[str, Callable[[], Packed]] = {
+class Inner(Packed):
+    """Experts as torchtitan 0.3 stores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate, up = self.gate_up_proj.detach().chunk(2, 1)
+        self.w1_EFD, self.w3_EFD = (torch.nn.Parameter(one.clone()) for one in (gate, up))
+        self.w2_EDF = self.down_proj
+        del self.gate_up_proj, self.down_proj, self.act_fn
+
+    def matrices(self, expert: int) -> list[torch.Tensor]:
+        return [self.w1_EFD[expert], self.w3_EFD[expert], self.w2_EDF[expert]]
+
+
+class Routed(torch.nn.Module):
+    """Experts inside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner_experts = Inner()
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, topk: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner_experts(x, ids, topk)
+        return found
+
+
+MODULES: dict[str, Callable[[], Any]] = {
     "packed": Packed,
     "transposed": Transposed,
     "titan": Titan,
+    "routed": Routed,
 }
 
 
@@ -403,7 +430,10 @@ def styled(
         leaf.requires_grad_()
     faults = []
     out: Any
-    if which == "titan":  # the router's weights first, and its counts behind
+    if which == "routed":  # tokens of two dimensions
+        folded = (one.unflatten(0, (2, -1)) for one in (own[0], own[2], own[1]))
+        out = model["experts"](*folded, torch.zeros(EXPERTS))
+    elif which == "titan":  # the router's weights first, and its counts behind
         counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
         out = model["experts"](own[0], own[2], own[1], num_tokens_per_expert=counts)
     else:
@@ -411,6 +441,7 @@ def styled(
     if options.get("use_local_output") is False:
         faults += [] if out.placements == (Shard(0),) else [f"found {out.placements}"]
         out = out.to_local()
+    out = out.flatten(0, -2)
     wanted = whole(x, ids, topk)
     faults += _close("out", out, wanted.chunk(world_size)[rank])
     (out * cot.chunk(world_size)[rank]).sum().backward()

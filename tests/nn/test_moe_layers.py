@@ -190,5 +190,5 @@ def test_a_styled_module_wants_ids_and_weights() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     module = parallelize_module(work.Titan(), mesh, ExpertParallel())
     x = torch.ones(2, work.HIDDEN, dtype=torch.float64)
-    with pytest.raises(InvalidArgument, match=r"found torch.int64 \[8\] behind x, wanted the ids"):
+    with pytest.raises(InvalidArgument, match=r"found torch.int64 \[8\] behind x \[2, 6\], wanted"):
         module(x, torch.ones(8, dtype=torch.int64))

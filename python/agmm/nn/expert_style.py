@@ -21,9 +21,14 @@ from agmm.ops.checks import check_operand
 from agmm.runtime.epilogues import GatedActivation
 
 _PACKED = "gate_up_proj"
-_FORMS = ((_PACKED, "down_proj"), ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
+_FORMS = (
+    (_PACKED, "down_proj"),
+    ("w1_EFD", "w3_EFD", "w2_EDF"),
+    ("w1", "w3", "w2"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
 """The names of the parameters that modules have, down last: transformers' gate and up in one,
-torchtitan's, and those of `Experts`."""
+torchtitan's of version 0.3 and of earlier ones, and those of `Experts`."""
 _ACTIVATIONS: dict[str, GatedActivation] = {
     "SiLU": "silu_mul",
     "SiLUActivation": "silu_mul",
@@ -39,6 +44,8 @@ _NOTE = "_agmm_unpacked"
 class _Form(NamedTuple):
     """How a module stores its experts."""
 
+    owner: torch.nn.Module
+    """The module itself, or the one in it that has the parameters."""
     names: tuple[str, ...]
     """The parameters: gate and up, in one or in two, and down last."""
     transposed: bool
@@ -56,10 +63,11 @@ class ExpertParallel(ParallelStyle):
     """A module with stacked experts, each rank with some of them, or with a slice of each.
 
     For modules that have ``gate_up_proj`` and ``down_proj``, as the experts of transformers, or
-    ``w1``, ``w3`` and ``w2``, as torchtitan's ``GroupedExperts``, or ``gate_proj``, ``up_proj`` and
-    ``down_proj``, of three dimensions: experts first, then as in the weight of a linear. Their
-    forward is then called with this rank's tokens, the ids of their experts and the router's
-    weights, these two in either order. The router stays as it is; its parameters, which each rank
+    ``w1``, ``w3`` and ``w2``, as torchtitan's, or ``gate_proj``, ``up_proj`` and ``down_proj``, of
+    three dimensions: experts first, then as in the weight of a linear. All may be those of one
+    module inside, as in torchtitan's ``RoutedExperts``. Their forward is then called with this
+    rank's tokens, the ids of their experts and the router's weights, these two in either order.
+    The router stays as it is; its parameters, which each rank
     applies to its own tokens, are summed by `sum_replicated_gradients`.
 
     Args:
@@ -98,7 +106,7 @@ class ExpertParallel(ParallelStyle):
         target = Target(self, module)
         group_of_mesh(device_mesh)
         form = _form_of(target)
-        way = self.way._replace(activation=self.activation or _activation_of(target))
+        way = self.way._replace(activation=self.activation or _activation_of(target, form.owner))
         fault = why_not_shared(way, form.num_experts, form.inner, device_mesh.size())
         if fault is not None:
             raise target.fault(fault)
@@ -127,8 +135,11 @@ def _form_of(target: Target) -> _Form:
     Raises:
         InvalidArgument: it is no module of gated experts and nothing else.
     """
-    module = target.module
-    own: dict[str, Any] = dict(module.named_parameters())
+    given = dict(target.module.named_parameters())
+    inside = {name.rpartition(".")[0] for name in given}
+    prefix = inside.pop() if len(inside) == 1 else ""
+    module = target.module.get_submodule(prefix)
+    own: dict[str, Any] = {name.removeprefix(f"{prefix}."): one for name, one in given.items()}
     names = next((names for names in _FORMS if set(names) == set(own)), None)
     if names is None or any(parameter.dim() != 3 for parameter in own.values()):
         found = ", ".join(f"{name} {list(one.shape)}" for name, one in own.items()) or "none"
@@ -157,11 +168,11 @@ def _form_of(target: Target) -> _Form:
                 f"{name}: found {list(own[name].shape)} with {names[-1]} {list(down.shape)}, "
                 f"wanted {[experts, *wide]}"
             )
-    return _Form(names, transposed, experts, inner)
+    return _Form(module, names, transposed, experts, inner)
 
 
-def _activation_of(target: Target) -> GatedActivation:
-    function: Any = getattr(target.module, "act_fn", None)
+def _activation_of(target: Target, owner: torch.nn.Module) -> GatedActivation:
+    function: Any = getattr(owner, "act_fn", None)
     if function is None:
         return "silu_mul"
     kind = type(function).__name__
@@ -177,7 +188,7 @@ def _activation_of(target: Target) -> GatedActivation:
 def _divide(target: Target, form: _Form, way: Way, mesh: DeviceMesh) -> _Form:
     """Makes the module's parameters DTensors, gate and up apart where each is sliced; and returns
     how it stores its experts then."""
-    module, dim = target.module, form.dim_of_inner
+    module, dim = form.owner, form.dim_of_inner
     whole: dict[str, torch.nn.Parameter] = {name: getattr(module, name) for name in form.names}
     pieces: dict[str, torch.Tensor] = {**whole}
     if way.sliced and form.names[0] == _PACKED:
@@ -211,27 +222,33 @@ def _forward(
     tokens_per_rank: Sequence[int] | None = None,
     **by_name: torch.Tensor,
 ) -> torch.Tensor:
-    """The forward of the module: of this rank's tokens [tokens, hidden], the router's ids and
-    weights [tokens, k], and what else the module was called with, as torchtitan's counts."""
+    """The forward of the module: of this rank's tokens [..., hidden], the router's ids and weights
+    [..., k], and what else the module was called with, as torchtitan's counts."""
     target, style, form, way, ranks = served
     given = [one for one in (*choices, *by_name.values()) if isinstance(one, torch.Tensor)]
-    matrices = [one for one in given if one.dim() == 2]
-    ids = [one for one in matrices if not one.is_floating_point()]
-    weights = [one for one in matrices if one.is_floating_point()]
-    if len(ids) != 1 or len(weights) != 1:
+    alike = [one for one in given if one.dim() == x.dim()]
+    ids = [one for one in alike if not one.is_floating_point()]
+    weights = [one for one in alike if one.is_floating_point()]
+    if len(ids) != 1 or len(weights) != 1 or x.dim() < 2:
         found = ", ".join(f"{one.dtype} {list(one.shape)}" for one in given) or "none"
         raise target.fault(
-            f"arguments: found {found} behind x, wanted the ids and the router's weights of each "
-            "token's experts, [tokens, k] each"
+            f"arguments: found {found} behind x {list(x.shape)}, wanted the ids and the router's "
+            "weights of each token's experts, [tokens, k] each"
         )
-    own = [local(one, Shard(0)) for one in (x, ids[0], weights[0])]
-    if not isinstance(x, DTensor):
+    placed: Any = Shard(0)
+    if isinstance(x, DTensor):
+        (own_placement,) = x.placements
+        if isinstance(own_placement, Shard) and own_placement.dim < x.dim() - 1:
+            placed = own_placement
+    else:
         try:
             check_operand("x", x)
         except InvalidArgument as error:
             raise target.fault(str(error)) from None
+    own = [local(one, placed) for one in (x, ids[0], weights[0])]
+    shape, own = own[0].shape, [one.flatten(0, -2) for one in own]
     check_tokens(type(target.module).__name__, *own)
-    *wide, down = (local_part(getattr(target.module, name)) for name in form.names)
+    *wide, down = (local_part(getattr(form.owner, name)) for name in form.names)
     if len(wide) == 1:
         wide = list(wide[0].chunk(2, form.dim_of_inner))
     parts = [one if form.transposed else one.transpose(1, 2) for one in (*wide, down)]
@@ -244,4 +261,4 @@ def _forward(
         form.num_experts,
         tokens_per_rank,
     )
-    return wanted_output(style, ranks, out, Shard(0))
+    return wanted_output(style, ranks, out.view(shape), placed)
