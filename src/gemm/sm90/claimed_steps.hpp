@@ -229,18 +229,20 @@ class ClaimedSteps {
     }
   }
 
-  /// All lanes of a warp call it.
+  /// All lanes of a warp call it. The lane that reads the claim is the one that arrives, so nothing
+  /// but its own program order has to say that the claim was read before the next one comes.
   CUTLASS_DEVICE static int32_t take(Storage& storage, ClaimNumber at) {
     mbarrier_wait(&storage.full[at.index()], at.parity());
-    int32_t const step = storage.steps[at.index()];
-    __syncwarp();
-    if (lane_id() != 0) return step;
-    if constexpr (kClusterSize == 1) {
-      mbarrier_arrive(&storage.empty[at.index()]);
-    } else {
-      mbarrier_arrive_in_cluster(&storage.empty[at.index()], 0);
+    int32_t step = ClaimList::kNone;
+    if (lane_id() == 0) {
+      step = storage.steps[at.index()];
+      if constexpr (kClusterSize == 1) {
+        mbarrier_arrive(&storage.empty[at.index()]);
+      } else {
+        mbarrier_arrive_in_cluster(&storage.empty[at.index()], 0);
+      }
     }
-    return step;
+    return __shfl_sync(0xffffffffu, step, 0);
   }
 
   /// The loads of a tile begin. For one lane; the next tile's wait for the claim that this lets be
