@@ -14,7 +14,7 @@ from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE
 from agmm.planning.shapes import Shape
 from agmm.runtime.scaled import FP8
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES
@@ -54,7 +54,7 @@ class Options:
             on_gpus = BENCH_SHAPES if self.op == ALL_GATHER_MATMUL else SCATTER_BENCH_SHAPES
             shapes = on_gpus if self.device == "cuda" else CPU_BENCH_SHAPES
         for shape in shapes:
-            if shape.M % self.world_size:
+            if shape.M % self.world_size and self.op != MATMUL_ALL_REDUCE:
                 raise InvalidArgument(
                     f"shape: found {shape}, wanted an M that is a multiple of the world size, "
                     f"{self.world_size}"
@@ -63,6 +63,11 @@ class Options:
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         scaling = check_scaling(dtype, self.scaling, list(shapes))
+        if scaling is not None and self.op == MATMUL_ALL_REDUCE:
+            raise InvalidArgument(
+                f"dtype: found {dtype} with {self.op}, wanted one without scales: of fp8 "
+                "`agmm bench` times the other ops"
+            )
         ways = tuple(select_ways(self.ways, self.device, self.op, ways_of(self.op, scaling)))
         if self.device == "cpu":
             check_memory(shapes, dtype, self.world_size)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from agmm.planning.shapes import Shape
 from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands
@@ -217,6 +217,30 @@ def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
     return prepare
 
 
+def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
+    A, B, group = p.operands.A, p.operands.B, p.group
+    out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
+
+    def call() -> Result:
+        dist.all_reduce(torch.mm(A, B, out=out), group=group)
+        return None, out
+
+    return call
+
+
+def _all_reduce_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
+        A, B, group = p.operands.A, p.operands.B, p.group
+        op = agmm.matmul_all_reduce
+
+        def call() -> Result:
+            return None, op(A, B, group, strict=strict)
+
+        return call
+
+    return prepare
+
+
 def _by_name(*ways: Way) -> dict[str, Way]:
     return {way.name: way for way in ways}
 
@@ -265,12 +289,32 @@ def _scatter_ways() -> dict[str, Way]:
     )
 
 
+def _all_reduce_ways() -> dict[str, Way]:
+    planned, own = _all_reduce_agmm(False), _all_reduce_agmm(True)
+    return _by_name(
+        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),
+        Way("unfused-graph", "matmul, then all-reduce, graph", as_graph(_all_reduce_unfused)),
+        Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
+        Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
+    )
+
+
 WAYS = _gather_ways()
 """The ways of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
 the matmul is torch.mm."""
 SCATTER_WAYS = _scatter_ways()
 """The ways of `MATMUL_REDUCE_SCATTER` by name."""
-_WAYS_OF = {ALL_GATHER_MATMUL: WAYS, MATMUL_REDUCE_SCATTER: SCATTER_WAYS}
+ALL_REDUCE_WAYS = _all_reduce_ways()
+"""The ways of `MATMUL_ALL_REDUCE` by name."""
+_WAYS_OF = {
+    ALL_GATHER_MATMUL: WAYS,
+    MATMUL_REDUCE_SCATTER: SCATTER_WAYS,
+    MATMUL_ALL_REDUCE: ALL_REDUCE_WAYS,
+}
+TIMED_OPS = tuple(_WAYS_OF)
+"""The ops that `agmm bench` times."""
 
 
 def ways_of(op: str) -> dict[str, Way]:

@@ -37,7 +37,7 @@ from agmm.cli import report_tables
 from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, OPS
 from agmm.planning.shapes import Shape
 from agmm.runtime.kernels import built
 
@@ -211,7 +211,8 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
     op = request.op or ALL_GATHER_MATMUL
     shapes: list[Shape] | None = None
     if request.shapes.given:
-        shapes, left_out = presets.shared_equally(request.shapes.read(ranks, op), ranks)
+        divides = 1 if op == MATMUL_ALL_REDUCE else ranks  # an all-reduce divides no rows
+        shapes, left_out = presets.shared_equally(request.shapes.read(ranks, op), divides)
         say_left_out(left_out)
     options = Options(
         device=kind,
@@ -252,6 +253,8 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
     _env.check()
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     op = request.op or ALL_GATHER_MATMUL
+    if op == MATMUL_ALL_REDUCE:
+        raise InvalidArgument(f"timeline: found {op}, wanted one of {', '.join(OPS)}")
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype, op=op
     ).resolved()

@@ -19,11 +19,11 @@ from agmm.cli.options import (
     File,
     LayoutOfB,
     Model,
-    Op,
     PlannedOp,
     ReturnA,
     ScalingOf,
     Shapes,
+    TimedOp,
     Tokens,
     Tp,
     Where,
@@ -69,7 +69,9 @@ class BenchOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
-    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
+    op: Annotated[TimedOp | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = (
+        None
+    )
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
