@@ -14,13 +14,23 @@ from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from agmm.planning.shapes import Shape
 from agmm.runtime.scaled import FP8
-from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES
+from agmm.testing.cases import (
+    ALL_REDUCE_BENCH_SHAPES,
+    BENCH_SHAPES,
+    CPU_BENCH_SHAPES,
+    SCATTER_BENCH_SHAPES,
+)
 
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 
+_ON_GPUS = {
+    ALL_GATHER_MATMUL: BENCH_SHAPES,
+    MATMUL_REDUCE_SCATTER: SCATTER_BENCH_SHAPES,
+    MATMUL_ALL_REDUCE: ALL_REDUCE_BENCH_SHAPES,
+}
 LIMIT_S = 120.0
 """The default of the time that one call of a way may take."""
 
@@ -51,8 +61,7 @@ class Options:
         run."""
         shapes = self.shapes
         if shapes is None:
-            on_gpus = BENCH_SHAPES if self.op == ALL_GATHER_MATMUL else SCATTER_BENCH_SHAPES
-            shapes = on_gpus if self.device == "cuda" else CPU_BENCH_SHAPES
+            shapes = _ON_GPUS[self.op] if self.device == "cuda" else CPU_BENCH_SHAPES
         for shape in shapes:
             if shape.M % self.world_size and self.op != MATMUL_ALL_REDUCE:
                 raise InvalidArgument(

@@ -204,10 +204,13 @@ def _torch_fused(p: Workload) -> Callable[[], Result]:
     return call
 
 
-def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
+def _summed_by_agmm(
+    op: Callable[..., torch.Tensor], strict: bool
+) -> Callable[[Workload], Callable[[], Result]]:
+    """The way that calls an op of agmm which sums the products of all ranks."""
+
     def prepare(p: Workload) -> Callable[[], Result]:
         A, B, group = p.operands.A, p.operands.B, p.group
-        op = agmm.matmul_reduce_scatter
 
         def call() -> Result:
             return None, op(A, B, group, strict=strict)
@@ -226,19 +229,6 @@ def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
         return None, out
 
     return call
-
-
-def _all_reduce_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
-    def prepare(p: Workload) -> Callable[[], Result]:
-        A, B, group = p.operands.A, p.operands.B, p.group
-        op = agmm.matmul_all_reduce
-
-        def call() -> Result:
-            return None, op(A, B, group, strict=strict)
-
-        return call
-
-    return prepare
 
 
 def _by_name(*ways: Way) -> dict[str, Way]:
@@ -275,7 +265,7 @@ def _gather_ways() -> dict[str, Way]:
 
 
 def _scatter_ways() -> dict[str, Way]:
-    planned, own = _scatter_agmm(False), _scatter_agmm(True)
+    planned, own = (_summed_by_agmm(agmm.matmul_reduce_scatter, s) for s in (False, True))
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
@@ -290,7 +280,7 @@ def _scatter_ways() -> dict[str, Way]:
 
 
 def _all_reduce_ways() -> dict[str, Way]:
-    planned, own = _all_reduce_agmm(False), _all_reduce_agmm(True)
+    planned, own = (_summed_by_agmm(agmm.matmul_all_reduce, s) for s in (False, True))
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),

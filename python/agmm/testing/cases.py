@@ -26,6 +26,13 @@ SCATTER_BENCH_SHAPES = tuple(
 )
 """The shapes for matmul + reduce-scatter."""
 
+ALL_REDUCE_BENCH_SHAPES = tuple(
+    Shape(m, 8192, k)
+    for k in (2048, 4096, 7168)
+    for m in (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+)
+"""The shapes for matmul + all-reduce."""
+
 CPU_BENCH_SHAPES = (
     Shape(256, 256, 512),
     Shape(512, 512, 1024),
