@@ -27,7 +27,7 @@ from agmm import _core
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.cli.terminal import console, plain_table
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import MATMUL_REDUCE_SCATTER, KernelConfig

@@ -232,6 +232,16 @@ def test_styles() -> None:
     assert _train(model, torch.randn(2, 8, K)).shape == (2, WORLD * 8, N)
 
 
+@pytest.mark.parametrize("factor", [None, 1.0, 0.01])
+def test_experts_have_room_for_what_other_ranks_are_taken_to_hold(factor: float | None) -> None:
+    """All ranks are taken to have this one's ids, which may be more than there is room for."""
+    moe = nn.MoE(K, N, 2 * WORLD, 2, capacity_factor=factor)
+    assert _train(moe, torch.randn(8, K)).shape == (8, K)
+    ids = torch.full((8, 2), 2)
+    routing = agmm.moe.route(ids, num_experts=2 * WORLD, capacity=5)
+    assert int(routing.positions.max()) == 4 and routing.offsets.tolist() == [0, 5, 5]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_tensors_without_memory(device: str) -> None:
     """A dry run of a model that fits on no machine."""

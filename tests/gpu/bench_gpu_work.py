@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from agmm.bench import measure
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Result, Workload
+from agmm.bench.way import Result, Workload
+from agmm.bench.ways import WAYS
 from agmm.planning.shapes import Shape
 
 NAME = "hangs-on-gpu"

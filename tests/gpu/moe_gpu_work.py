@@ -8,6 +8,7 @@ import moe_work
 import torch
 import torch.distributed as dist
 from gpu_work import Faults, group_of, last_ranks
+from moe_layer_work import Kind, training_faults
 from moe_work import Case, both_halves, moe, placed, whole_of
 from torch.utils._pytree import tree_leaves
 
@@ -98,3 +99,39 @@ def overflow() -> None:
     ids = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
     moe.moe.route(ids, num_experts=dist.get_world_size(), capacity=3)
     torch.cuda.synchronize()
+
+
+def waits(world_size: int, with_gradients: bool) -> Faults:
+    """What in the calls waits for the GPU on the host, of operands that torch's grouped matmul
+    takes."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    case = Case((16,) * world_size, 2, 4, "zipf", torch.bfloat16, hidden=64, inner=32)
+    given = placed(whole_of(case)[group.rank()], "cuda")
+    if with_gradients:
+        for leaf in given.leaves().values():
+            leaf.requires_grad_()
+
+    def call() -> None:
+        *_, out = both_halves(case, given, group, strict=False, capacity=32 * world_size)
+        if with_gradients:
+            out.sum().backward()
+
+    for _ in range(2):  # the first call makes communicators
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        return [str(error)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return []
+
+
+def trained(world_size: int, kind: Kind, dtype: torch.dtype) -> Faults:
+    """Faults of steps of training, beside the unsharded model."""
+    group = group_of(last_ranks(world_size))
+    return None if group is None else training_faults(group, kind, dtype, "cuda")

@@ -10,9 +10,10 @@ import torch
 from at_hand import needs_nccl, needs_two
 
 from agmm.bench import record, runner
+from agmm.bench.moe_ways import MOE_WAYS
 from agmm.bench.options import Options
 from agmm.bench.ways import WAYS
-from agmm.planning.shapes import Shape
+from agmm.planning.shapes import MoEShape, Shape
 from agmm.runtime import kernels
 from agmm.testing.ranks import RankPool
 
@@ -54,6 +55,15 @@ def test_ways_of_a_scatter(way: str) -> None:
     found = runner.run(options)["shapes"][0]["ways"]
     assert (found[way]["reason"], found["roof"]["reason"]) == (None, None)
     assert found[way]["median_us"] > 0
+
+
+@pytest.mark.parametrize("routing", ["even", "zipf"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ways_of_a_mixture_of_experts(dtype: torch.dtype, routing: str) -> None:
+    shape = MoEShape(512, 256, 128, 8, 4, routing)
+    options = Options("cuda", 2, [shape], samples=3, dtype=dtype, op="moe")
+    found = runner.run(options)["shapes"][0]["ways"]
+    assert {name: way["reason"] for name, way in found.items()} == dict.fromkeys(MOE_WAYS)
 
 
 def test_a_timeline_begins_with_the_call() -> None:

@@ -6,6 +6,7 @@ import moe_gpu_work as work
 import pytest
 import torch
 from at_hand import needs_nccl, needs_two, world_sizes
+from moe_layer_work import Kind
 from moe_work import Case
 
 from agmm.testing.ranks import RankError, RankPool
@@ -61,6 +62,31 @@ def test_strict_refuses_by_name(gpu_pool: RankPool, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))
 def test_a_graph_follows_the_ids(gpu_pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
     check(gpu_pool.run(work.captured_faults, world_size, dtype), world_size)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_nothing_waits_on_the_host(
+    gpu_pool: RankPool, world_size: int, with_gradients: bool
+) -> None:
+    check(gpu_pool.run(work.waits, world_size, with_gradients), world_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (Kind(), torch.float64),
+        (Kind(k=3, score="sigmoid", has_choice_bias=True, shared=True), torch.float64),
+        (Kind(k=1, scale=0.5, wide=8), torch.bfloat16),
+        (Kind(k=1, scale=0.5, wide=8, sliced=True), torch.bfloat16),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_training_has_the_losses_of_the_unsharded_model(
+    gpu_pool: RankPool, world_size: int, kind: Kind, dtype: torch.dtype
+) -> None:
+    check(gpu_pool.run(work.trained, world_size, kind, dtype), world_size)
 
 
 def test_an_overflow_ends_in_an_assertion() -> None:

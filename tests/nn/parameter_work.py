@@ -28,6 +28,7 @@ from torch.utils.hooks import unserializable_hook
 
 from agmm.nn import (
     ColumnParallelLinear,
+    Experts,
     GatherColwiseParallel,
     RowParallelLinear,
     RowwiseScatterParallel,
@@ -36,8 +37,8 @@ from agmm.nn import (
 )
 from agmm.testing.reference import relative_error
 
-K, N, ROWS = 32, 64, 4
-"""Features in, features out of all outputs together, and rows on each rank."""
+K, N, ROWS, EXPERTS = 32, 64, 4, 4
+"""Features in, features out of all outputs together, rows on each rank, and experts."""
 
 
 class Net(torch.nn.Module):
@@ -63,6 +64,22 @@ def _styled(k: int, n: int, style: Any) -> torch.nn.Module:
     return parallelize_module(torch.nn.Linear(k, n), _mesh(), style)
 
 
+class FixedExperts(Experts):
+    """Experts of choices that depend on the number of the row alone."""
+
+    in_features = K
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ids, topk = choices(x)
+        return super().forward(x, ids, topk)
+
+
+def choices(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each row, and their weights."""
+    ids = (torch.arange(x.shape[0])[:, None] * 3 + torch.arange(2)) % EXPERTS
+    return ids, torch.tensor([0.25, 0.75]).expand(x.shape[0], 2)
+
+
 MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
     "column": lambda: ColumnParallelLinear(K, N, device_mesh=_mesh()),
     "outputs": lambda: ColumnParallelLinear(K, [N // 2, N // 2], device_mesh=_mesh()),
@@ -70,6 +87,8 @@ MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
     "fp8": lambda: ColumnParallelLinear(
         K, [2 * N, 2 * N], device_mesh=_mesh(), fp8="tensorwise", bias=False
     ),
+    "experts": lambda: FixedExperts(K, N, EXPERTS, device_mesh=_mesh()),
+    "sliced experts": lambda: FixedExperts(K, N, EXPERTS, sliced=True, device_mesh=_mesh()),
     "gather style": lambda: _styled(K, N, GatherColwiseParallel(sequence_dim=0)),
     "scatter style": lambda: _styled(N, K, RowwiseScatterParallel(sequence_dim=0)),
     "torch's gather": lambda: _styled(K, N, ColwiseParallel(input_layouts=Shard(0))),
@@ -181,13 +200,13 @@ def _replaced(by: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return act
 
 
-def _owned(model: Any, start: str = "") -> list[tuple[Any, str]]:
+def _owned(model: Any, without: str = "none") -> list[tuple[Any, str]]:
     """The layers, and the names of their parameters."""
     return [
         (layer, name)
         for layer in model.layers
         for name, _ in layer.named_parameters(recurse=False)
-        if name.startswith(start)
+        if not name.startswith(without)
     ]
 
 
@@ -197,13 +216,13 @@ class Doubled(torch.nn.Module):
 
 
 def _parametrised(model: Any) -> Any:
-    for layer, name in _owned(model, "weight"):
+    for layer, name in _owned(model, "bias"):
         parametrize.register_parametrization(layer, name, Doubled())
     return model
 
 
 def _parametrised_and_back(model: Any) -> Any:
-    names = _owned(model, "weight")
+    names = _owned(model, "bias")
     _parametrised(model)
     for layer, name in names:
         parametrize.remove_parametrizations(layer, name)
@@ -211,13 +230,13 @@ def _parametrised_and_back(model: Any) -> Any:
 
 
 def _one_parametrised(model: Any) -> Any:
-    layer, name = _owned(model, "weight")[0]
+    layer, name = _owned(model, "bias")[0]
     parametrize.register_parametrization(layer, name, Doubled())
     return model
 
 
 def _pruned(model: Any) -> Any:
-    for layer, name in _owned(model, "weight"):
+    for layer, name in _owned(model, "bias"):
         prune.identity(layer, name)
         prune.remove(layer, name)
     return model
@@ -386,6 +405,9 @@ def _wanted(model: Any) -> list[torch.Tensor]:
     dist.all_gather(parts, x)
     found = []
     for layer in model.layers:
+        if isinstance(layer, Experts):
+            found.append(_sum_over_experts(layer, x))
+            continue
         for name in ["_0", "_1"] if hasattr(layer, "weight_0") else [""]:
             weight = _local(getattr(layer, f"weight{name}"))
             bias = getattr(layer, f"bias{name}", None)
@@ -394,6 +416,25 @@ def _wanted(model: Any) -> list[torch.Tensor]:
                 dist.all_reduce(out)
                 out = out.chunk(ranks)[rank]
             found.append(out if bias is None else out + _local(bias))
+    return found
+
+
+def _sum_over_experts(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The result of experts, from the parts that the ranks hold."""
+    dim = 1 if layer.way.sliced else 0
+    wholes = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        own = _local(getattr(layer, name)).contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        wholes.append(torch.cat(parts, 2 if dim and name == "down_proj" else dim))
+    ids, topk = choices(x)
+    found = torch.zeros_like(x)
+    for choice in range(ids.shape[1]):
+        gate, up, down = (whole[ids[:, choice]] for whole in wholes)
+        wide = [torch.einsum("rnk,rk->rn", weight, x) for weight in (gate, up)]
+        hidden = torch.nn.functional.silu(wide[0]) * wide[1]
+        found += topk[:, choice, None] * torch.einsum("rnk,rk->rn", down, hidden)
     return found
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import agmm
 from agmm.bench import candidates, tuner, tuning_session
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables

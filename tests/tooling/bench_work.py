@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from agmm.bench import measure
 from agmm.bench.options import Options
-from agmm.bench.ways import SCATTER_WAYS, WAYS, Result, Workload
+from agmm.bench.way import Result, Workload
+from agmm.bench.ways import SCATTER_WAYS, WAYS
 from agmm.planning.shapes import Shape
 
 SICK_SHAPE = Shape(12, 8, 24)

@@ -22,7 +22,8 @@ from rich.console import Console
 from agmm.bench import measure, reports
 from agmm.bench.measure import WayResult
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Result, Way, Workload, as_graph, select_ways
+from agmm.bench.way import Result, Way, Workload, as_graph
+from agmm.bench.ways import WAYS, select_ways
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning.shapes import Shape
@@ -88,7 +89,7 @@ def test_ways_of_the_cpu_are_right(one_rank: None, way: str) -> None:
     result = measure.measure(SHAPE, options)["ways"][way]
     assert result["reason"] is None
     assert result["median_us"] > 0
-    assert result["tflops"] == pytest.approx(SHAPE.flops / result["median_us"] / 1e6)
+    assert result["tflops"] == pytest.approx(SHAPE.flops(2) / result["median_us"] / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from agmm.bench import plots, reports
 from agmm.bench.figures import PlotUnavailable
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
 
 REPOSITORY = Path(__file__).resolve().parents[2]

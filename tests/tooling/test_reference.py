@@ -90,7 +90,7 @@ def test_shape_reads_back() -> None:
     for shape in BENCH_SHAPES:
         assert Shape.parse(str(shape)) == shape
     assert Shape.parse(" 4096×3584×8192 ") == (4096, 3584, 8192)
-    assert Shape(2, 3, 4).flops == 48
+    assert Shape(2, 3, 4).flops(1) == 48
 
 
 @pytest.mark.parametrize("text", ["", "4096", "1x2", "1x2x3x4", "1x-2x3", "0x1x1", "axbxc"])

@@ -14,9 +14,9 @@ from enum import Enum
 from typing import Any
 
 from agmm.bench.reports import RECORDED_VARIABLES, Report, op_of, shape_of
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
-from agmm.planning.shapes import Shape
+from agmm.planning.shapes import AnyShape
 
 MIN_SAMPLES = 5
 """The least number of samples of a way; fewer say nothing about its noise."""
@@ -61,7 +61,7 @@ class Change:
     `ratio_in_roofs` the ratio of the times, each over its own run's roof.
     """
 
-    shape: Shape
+    shape: AnyShape
     way: str
     old_us: float
     new_us: float
@@ -173,7 +173,7 @@ def _standard_error(samples: Sequence[float]) -> float:
     return math.sqrt(math.pi / 2) * deviation / math.sqrt(len(samples))
 
 
-def _by_shape(report: Report) -> dict[Shape, dict[str, Any]]:
+def _by_shape(report: Report) -> dict[AnyShape, dict[str, Any]]:
     return {shape_of(entry): entry["ways"] for entry in report["shapes"]}
 
 

@@ -20,8 +20,8 @@ from agmm.bench.options import Options
 from agmm.bench.references import make_problem, references
 from agmm.bench.scaled_ways import ways_of
 from agmm.bench.timer import HostTime, host_time, time_ways
-from agmm.bench.ways import ROOF, Result, Workload
-from agmm.planning.shapes import Shape
+from agmm.bench.way import ROOF, Result, Workload
+from agmm.planning.shapes import AnyShape
 from agmm.runtime import devices, links
 from agmm.testing.reference import poison, relative_error
 
@@ -52,7 +52,7 @@ def _begin_step(what: int) -> None:
 
 
 def measure_watched(
-    folder: str, shape: Shape, options: Options, *, watched_as: int | None = None
+    folder: str, shape: AnyShape, options: Options, *, watched_as: int | None = None
 ) -> dict[str, Any]:
     """Does what `measure` does, and writes its steps. These are the ways, by their places in
     `options.ways`; `folder` is that of the `steps.Watch`, who knows this rank by that number, by
@@ -65,7 +65,7 @@ def measure_watched(
         _writer = None
 
 
-def measure(shape: Shape, options: Options) -> dict[str, Any]:
+def measure(shape: AnyShape, options: Options) -> dict[str, Any]:
     """Checks and times the ways on one shape. Every rank of the default group calls this.
 
     `options` are resolved ones. Returns the same on every rank: the shape, the ways' `WayResult`s
@@ -103,7 +103,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
         result = results[name]
         result.samples_us = [round(s, 3) for s in samples]
         result.median_us = statistics.median(samples)
-        result.tflops = shape.flops / result.median_us / 1e6
+        result.tflops = shape.flops(group.size()) / result.median_us / 1e6
     if device.type == "cuda":
         for name in calls:
             if ways_of(options.op, options.scaling)[name].host_time:
@@ -124,9 +124,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     del calls, problem
     release_memory(device)
     return {
-        "M": shape.M,
-        "N": shape.N,
-        "K": shape.K,
+        **shape._asdict(),
         "sm_clock_mhz": clock,
         "ways": {name: asdict(result) for name, result in results.items()},
     }

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import torch
 
+from agmm.bench import moe_presets
 from agmm.bench.scaled_ways import check_scaling, ways_of
 from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
-from agmm.planning.shapes import Shape
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MOE,
+)
+from agmm.planning.shapes import AnyShape, Shape
 from agmm.runtime.scaled import FP8
 from agmm.testing.cases import (
     ALL_REDUCE_BENCH_SHAPES,
@@ -42,7 +48,7 @@ class Options:
 
     device: str = "cuda"
     world_size: int = DEFAULT_WORLD_SIZE
-    shapes: Sequence[Shape] | None = None
+    shapes: Sequence[AnyShape] | None = None
     ways: Sequence[str] | None = None
     dtype: torch.dtype | None = None
     samples: int = SAMPLES
@@ -60,6 +66,8 @@ class Options:
         """Return these options with every default filled in. Raises InvalidArgument for what cannot
         run."""
         shapes = self.shapes
+        if self.op == MOE:
+            shapes = moe_presets.checked(shapes, self.device, self.world_size, self.dtype)
         if shapes is None:
             shapes = _ON_GPUS[self.op] if self.device == "cuda" else CPU_BENCH_SHAPES
         for shape in shapes:
@@ -71,7 +79,8 @@ class Options:
         dtype = self.dtype
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        scaling = check_scaling(dtype, self.scaling, list(shapes))
+        plain = [shape for shape in shapes if isinstance(shape, Shape)]
+        scaling = check_scaling(dtype, self.scaling, plain)
         if scaling is not None and self.op == MATMUL_ALL_REDUCE:
             raise InvalidArgument(
                 f"dtype: found {dtype} with {self.op}, wanted one without scales: of fp8 "
@@ -83,12 +92,12 @@ class Options:
         return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype, scaling=scaling)
 
 
-def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> None:
+def check_memory(shapes: Sequence[AnyShape], dtype: torch.dtype, world_size: int) -> None:
     """Raises InvalidArgument where the operands and the product of the CPU ranks, all on this host,
     do not fit into what is free: Linux would end a process rather than refuse."""
     free = _free_memory()
     for shape in shapes:
-        elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
+        elements = shape.elements(world_size)
         # The CPU multiplies fp8 operands in float32.
         itemsize = torch.float32.itemsize if dtype in FP8 else dtype.itemsize
         needed = world_size * elements * itemsize

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from agmm.bench import figures
 from agmm.bench.reports import Report, op_of, shape_of, title_of, where
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from agmm.planning.shapes import Shape
 from agmm.planning.tables import gpu_name
 
 if TYPE_CHECKING:
@@ -126,7 +127,12 @@ def time_over_roof(report: Report) -> Figure:
 
     Raises InvalidArgument where no shape has a time of the roof and of another way.
     """
-    by_shape = {shape_of(e): r for e in report["shapes"] if (r := _ratios(e, ROOF))}
+    by_shape: dict[Shape, dict[str, float]] = {}
+    for entry in report["shapes"]:
+        shape = shape_of(entry)
+        assert isinstance(shape, Shape)  # mixtures of experts are not drawn
+        if ratios := _ratios(entry, ROOF):
+            by_shape[shape] = ratios
     if not by_shape:
         raise InvalidArgument(
             f"report: found no shape with times of {ROOF!r} and another way, wanted one"

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from agmm.bench import moe_presets
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.planning.shapes import Shape
+from agmm.planning.shapes import MoEShape, Shape
 
 
 @dataclass(frozen=True)
@@ -154,28 +156,44 @@ class ShapeOptions:
     model: str | None = None
     tokens: str | None = None
     extents: tuple[int | None, int | None, int | None] | None = None
+    routing: str | None = None
+    """How a router spreads the tokens of a mixture of experts."""
 
     @property
     def given(self) -> bool:
         """Whether any of these options was given."""
         return self._count() > 0 or self.tokens is not None
 
+    def read_moe(self) -> list[MoEShape]:
+        """The mixtures of experts that they name.
+
+        Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
+        """
+        self.check_one()
+        routings = moe_presets.parse_routings(self.routing)
+        if self.model is not None:
+            tokens = parse_tokens(self.tokens or DEFAULT_TOKENS)
+            return moe_presets.moe_shapes(self.model, tokens, routings)
+        self._check_tokens()
+        if self.file is not None:
+            return moe_presets.parse_moe_shapes(_text_of(self.file), str(self.file), routings)
+        if self.shapes is None:
+            raise InvalidArgument("shape: found --m, --n or --k with moe, wanted --shapes")
+        return moe_presets.parse_moe_shapes(self.shapes, "--shapes", routings)
+
     def read(self, tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
         """The shapes that they name, for `tp` ranks and the op.
 
         Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
         """
+        if self.routing is not None:
+            raise InvalidArgument(f"routing: found {self.routing!r} with {op}, wanted --op moe")
         self.check_one()
         if self.model is not None:
             return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp, op)
-        if self.tokens is not None:
-            raise InvalidArgument(f"tokens: found {self.tokens!r} without --model, wanted both")
+        self._check_tokens()
         if self.file is not None:
-            try:
-                lines = self.file.read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise InvalidArgument(f"file: {self.file} cannot be read ({error})") from None
-            return parse_shapes(",".join(line.partition("#")[0] for line in lines), str(self.file))
+            return parse_shapes(_text_of(self.file), str(self.file))
         if self.shapes is not None:
             return parse_shapes(self.shapes, "--shapes")
         m, n, k = self.extents or (None, None, None)
@@ -187,6 +205,10 @@ class ShapeOptions:
             )
             raise InvalidArgument(f"shape: found {given} alone, wanted --m, --n and --k")
         return [Shape(m, n, k)]
+
+    def _check_tokens(self) -> None:
+        if self.tokens is not None:
+            raise InvalidArgument(f"tokens: found {self.tokens!r} without --model, wanted both")
 
     def check_one(self) -> None:
         """Raises InvalidArgument where shapes are not named in exactly one way."""
@@ -203,7 +225,19 @@ class ShapeOptions:
         return sum((by_extent, *named))
 
 
-def shared_equally(shapes: list[Shape], tp: int) -> tuple[list[Shape], list[str]]:
+def _text_of(file: Path) -> str:
+    """The lines of a file without their comments, as a comma-separated list."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"file: {file} cannot be read ({error})") from None
+    return ",".join(line.partition("#")[0] for line in lines)
+
+
+_Some = TypeVar("_Some", Shape, MoEShape)
+
+
+def shared_equally(shapes: list[_Some], tp: int) -> tuple[list[_Some], list[str]]:
     """The shapes whose rows the ranks can share equally, and a line for each other one; all of them
     where there is no such shape, whose error then says so."""
     served = [shape for shape in shapes if shape.M % tp == 0]

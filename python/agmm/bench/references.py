@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.bench import scaled_ways
+from agmm.bench import moe_ways, scaled_ways
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.ways import ROOF, Workload
+from agmm.bench.way import ROOF, Workload
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from agmm.planning.shapes import Shape
+from agmm.planning.shapes import AnyShape, MoEShape
 from agmm.testing.cases import make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
 
@@ -34,7 +34,7 @@ class References(NamedTuple):
 
 def make_problem(
     op: str,
-    shape: Shape,
+    shape: AnyShape,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -46,6 +46,8 @@ def make_problem(
 
     Raises InvalidArgument where the ranks cannot have equally many rows.
     """
+    if isinstance(shape, MoEShape):
+        return moe_ways.make_problem(shape, group, device, dtype, seed)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if op == ALL_GATHER_MATMUL:
         operands = make_operands(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
@@ -67,6 +69,8 @@ def make_problem(
 
 def references(problem: Workload, seed: int = 0) -> References:
     """The references of a problem made with the given seed. Collective."""
+    if isinstance(problem, moe_ways.MoEWorkload):
+        return References(*moe_ways.references(problem))
     if problem.scaling is not None:
         return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group

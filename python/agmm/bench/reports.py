@@ -14,10 +14,11 @@ from typing import Any
 from agmm.bench.machine import machine_facts
 from agmm.bench.options import Options
 from agmm.bench.timer import FLUSH_BYTES
-from agmm.bench.ways import ROOF, TIMED_OPS, ways_of
+from agmm.bench.way import ROOF
+from agmm.bench.ways import TIMED_OPS, ways_of
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.planning.shapes import Shape
+from agmm.planning.problems import ALL_GATHER_MATMUL, MOE
+from agmm.planning.shapes import AnyShape, MoEShape, Shape, shape_from
 
 SCHEMA = 1
 
@@ -59,9 +60,11 @@ def read(path: Path) -> Report:
         listed = ", ".join(TIMED_OPS)
         raise InvalidArgument(f"report: found op {op!r} in {path}, wanted one of {listed}")
     for i, entry in enumerate(report["shapes"]):
-        whole = isinstance(entry, dict) and {"M", "N", "K", "ways"} <= entry.keys()
+        named = MoEShape._fields if op == MOE else Shape._fields
+        whole = isinstance(entry, dict) and {*named, "ways"} <= entry.keys()
         if not whole or not isinstance(entry["ways"], dict):
-            raise InvalidArgument(f"report: found no M, N, K and ways in shape {i} of {path}")
+            listed = ", ".join(named)
+            raise InvalidArgument(f"report: found no {listed} and ways in shape {i} of {path}")
         for name, way in entry["ways"].items():
             if not isinstance(way, dict) or "median_us" not in way:
                 raise InvalidArgument(f"report: found no median_us of {name!r} in {path}")
@@ -74,7 +77,7 @@ def read(path: Path) -> Report:
 
 def narrow(
     report: Report,
-    shapes: Sequence[Shape] | None,
+    shapes: Sequence[AnyShape] | None,
     ways: Sequence[str] | None,
     *,
     missing_ok: bool = False,
@@ -108,9 +111,9 @@ def narrow(
     }
 
 
-def shape_of(entry: dict[str, Any]) -> Shape:
+def shape_of(entry: dict[str, Any]) -> AnyShape:
     """The shape of one of a report's `shapes`."""
-    return Shape(entry["M"], entry["N"], entry["K"])
+    return shape_from(entry)
 
 
 def op_of(report: Report) -> str:
@@ -216,7 +219,7 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 class Summary:
     """The outcome of one shape, in a line. Times in µs; None where there is no such time."""
 
-    shape: Shape
+    shape: AnyShape
     roof: float | None
     best_other: str | None
     best_other_us: float | None
@@ -235,7 +238,7 @@ def summarize(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Summ
     best = min(others, key=lambda n: others[n]) if others else None
     ours, roof = times.get("agmm"), times.get(ROOF)
     return Summary(
-        shape=Shape(shape_report["M"], shape_report["N"], shape_report["K"]),
+        shape=shape_of(shape_report),
         roof=roof,
         best_other=best,
         best_other_us=others[best] if best else None,
@@ -249,7 +252,7 @@ def summarize(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Summ
 def wrong_ways(report: dict[str, Any]) -> list[str]:
     """Return 'way at shape' for every result that failed its check."""
     return [
-        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        f"{name} at {shape_of(s)}"
         for s in report["shapes"]
         for name, way in s["ways"].items()
         if way["wrong"]
@@ -259,7 +262,7 @@ def wrong_ways(report: dict[str, Any]) -> list[str]:
 def failed_ways(report: dict[str, Any]) -> list[str]:
     """Return 'way at shape' for every way of agmm that did not run."""
     return [
-        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        f"{name} at {shape_of(s)}"
         for s in report["shapes"]
         for name, way in s["ways"].items()
         if _is_agmm(name, op_of(report)) and way["median_us"] is None and not way["wrong"]

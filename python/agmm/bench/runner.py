@@ -53,9 +53,9 @@ from agmm.bench.launcher import SHAPE_TIMEOUT_S, rank_pool, torchrun_world_size
 from agmm.bench.measure import WayResult, measure_watched
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
-from agmm.planning.shapes import Shape
+from agmm.planning.shapes import AnyShape
 from agmm.testing.ranks import RankError
 
 STUCK_EXIT_CODE = 124
@@ -99,7 +99,7 @@ def run(
 
 
 def _measure_in(
-    watched: _Ranks, shape: Shape, options: Options, progress: Callable[[str], None]
+    watched: _Ranks, shape: AnyShape, options: Options, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measures one shape. Ways that break the ranks are left out, one after the other."""
     assert options.ways is not None
@@ -128,8 +128,8 @@ def _measure_in(
     return {**report, "ways": {name: found[name] for name in options.ways}}
 
 
-def _unmeasured(shape: Shape) -> dict[str, Any]:
-    return {"M": shape.M, "N": shape.N, "K": shape.K, "sm_clock_mhz": None, "ways": {}}
+def _unmeasured(shape: AnyShape) -> dict[str, Any]:
+    return {**shape._asdict(), "sm_clock_mhz": None, "ways": {}}
 
 
 class _WayFailed(Exception):
@@ -173,7 +173,7 @@ class _Ranks:
         self._stack.close()
         self._start()
 
-    def measure(self, shape: Shape, options: Options) -> dict[str, Any]:
+    def measure(self, shape: AnyShape, options: Options) -> dict[str, Any]:
         """Runs `measure` in every rank. Raises _WayFailed where the ranks are lost by it."""
         world_size = options.world_size if self._pool is not None else 1
         watch = steps.Watch(self._folder, world_size, options.limit_s, SHAPE_TIMEOUT_S)
@@ -188,7 +188,9 @@ class _Ranks:
             raise _WayFailed(_way(options, what), reason) from None
         return results[0]
 
-    def _measure_here(self, watch: steps.Watch, shape: Shape, options: Options) -> dict[str, Any]:
+    def _measure_here(
+        self, watch: steps.Watch, shape: AnyShape, options: Options
+    ) -> dict[str, Any]:
         rank = dist.get_rank()
 
         def give_up() -> None:

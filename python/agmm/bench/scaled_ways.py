@@ -13,7 +13,7 @@ import torch.distributed as dist
 import agmm
 from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.ways import ROOF, Result, Way, Workload
+from agmm.bench.way import ROOF, Result, Way, Workload, as_graph
 from agmm.errors import InvalidArgument
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights
@@ -299,7 +299,7 @@ def _of_op(op: str) -> dict[str, Way]:
         plain = name.removesuffix("-graph")
         prepare = _PREPARED[op].get(plain)
         if prepare is not None:
-            made = prepare if plain == name else ways.as_graph(prepare)
+            made = prepare if plain == name else as_graph(prepare)
             found[name] = Way(name, way.title, made, way.on_cpu, way.is_agmm, way.host_time)
     return found
 

@@ -25,7 +25,7 @@ from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.tuning_session import TuningOptions, Verdict, begin, check, first_problem, measure
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner

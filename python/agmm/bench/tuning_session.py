@@ -12,11 +12,11 @@ import torch.distributed as dist
 import agmm
 from agmm import _core
 from agmm.bench import options as bench_options
-from agmm.bench import scaled_ways, ways
+from agmm.bench import scaled_ways
 from agmm.bench.measure import check_way, judge, release_memory
 from agmm.bench.references import make_problem, references
 from agmm.bench.timer import time_ways
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF, Result, Workload
 from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
@@ -134,20 +134,20 @@ class _Session:
         self.allowed = wanted.allowed(result.relative_error)
         self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
 
-    def prepare(self, plan: Plan) -> Callable[[ways.Workload], Callable[[], Any]]:
+    def prepare(self, plan: Plan) -> Callable[[Workload], Callable[[], Any]]:
         return_A = self.return_A
         if self.problem.scaling is not None:
             return lambda p: scaled_ways.by_plan(p, plan, return_A=return_A)
         if self.problem.op == MATMUL_REDUCE_SCATTER:
             return lambda p: _scatter(p, plan)
 
-        def prepare(p: ways.Workload) -> Callable[[], ways.Result]:
+        def prepare(p: Workload) -> Callable[[], Result]:
             A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
             if p.device.type == "cpu" and plan != UNFUSED:
                 workspace = cpu_workspace(group)
                 chunks = plan.chunks_per_shard
 
-                def on_cpu() -> ways.Result:
+                def on_cpu() -> Result:
                     A, outs = workspace.all_gather_matmul(
                         A_shard, [B], [None], return_A=return_A, chunks_per_shard=chunks
                     )
@@ -158,7 +158,7 @@ class _Session:
             transport = plan.transport.name
             config = transport if kernel is None else f"{kernel.name}/{transport}"
 
-            def by_op() -> ways.Result:
+            def by_op() -> Result:
                 op: Any = agmm.all_gather_matmul
                 strict = plan != UNFUSED
                 found = op(A_shard, B, group, return_A=return_A, config=config, strict=strict)
@@ -169,10 +169,10 @@ class _Session:
         return prepare
 
 
-def _scatter(p: ways.Workload, plan: Plan) -> Callable[[], ways.Result]:
+def _scatter(p: Workload, plan: Plan) -> Callable[[], Result]:
     A, B, group = p.operands.A, p.operands.B, p.group
 
-    def call() -> ways.Result:
+    def call() -> Result:
         settings = ScatterSettings(plan=plan)
         return None, serve(PlainScatter([A], [B], None, group, settings))
 

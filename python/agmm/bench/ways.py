@@ -4,60 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import agmm
+from agmm.bench.moe_ways import MOE_WAYS
+from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
-from agmm.planning.shapes import Shape
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MOE,
+)
 from agmm.runtime.collectives import by_newer_name
-from agmm.testing.cases import Operands
-
-ROOF = "roof"
-"""The way that all others are compared with: the matmul alone."""
-
-Result = tuple[torch.Tensor | None, torch.Tensor]
-"""The result of a call: the gathered A, where the way returns it, and what the op returns; for the
-roof the product."""
-
-
-@dataclass
-class Workload:
-    """The operands of one shape on one rank."""
-
-    shape: Shape
-    group: dist.ProcessGroup
-    device: torch.device
-    operands: Operands
-    op: str = ALL_GATHER_MATMUL
-    scaling: str | None = None
-    """The kind of scales of fp8 operands."""
-    scales: Any = None
-    """The scales of the operands, `scaled_ways.Scales`."""
-
-    @property
-    def group_name(self) -> Any:
-        return self.group.group_name
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to compute an op.
-
-    `prepare` builds whatever the way may keep between calls and returns the call that is timed.
-    """
-
-    name: str
-    title: str
-    prepare: Callable[[Workload], Callable[[], Result]]
-    on_cpu: bool = False
-    is_agmm: bool = False
-    host_time: bool = False
 
 
 def _roof(p: Workload) -> Callable[[], Result]:
@@ -150,34 +112,6 @@ def _agmm(return_A: bool) -> Callable[[Workload], Callable[[], Result]]:
     return prepare
 
 
-def as_graph(
-    prepare: Callable[[Workload], Callable[[], Result]],
-) -> Callable[[Workload], Callable[[], Result]]:
-    """The way's call, captured in a CUDA graph after two eager ones."""
-
-    def prepare_graph(p: Workload) -> Callable[[], Result]:
-        call = prepare(p)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread may touch CUDA during the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            held = call, call()  # the call holds what the graph writes beside its results
-
-        def replay() -> Result:
-            graph.replay()
-            return held[1]
-
-        return replay
-
-    return prepare_graph
-
-
 def _scatter_unfused(p: Workload) -> Callable[[], Result]:
     A, B, group = p.operands.A, p.operands.B, p.group
     partial = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
@@ -231,15 +165,11 @@ def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
     return call
 
 
-def _by_name(*ways: Way) -> dict[str, Way]:
-    return {way.name: way for way in ways}
-
-
 _TITLE_OF_ROOF = "matmul alone (roof)"
 
 
 def _gather_ways() -> dict[str, Way]:
-    return _by_name(
+    return by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
         Way("unfused-graph", "all-gather, then matmul, graph", as_graph(_unfused)),
@@ -266,7 +196,7 @@ def _gather_ways() -> dict[str, Way]:
 
 def _scatter_ways() -> dict[str, Way]:
     planned, own = (_summed_by_agmm(agmm.matmul_reduce_scatter, s) for s in (False, True))
-    return _by_name(
+    return by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
         Way("unfused-graph", "matmul, then reduce-scatter, graph", as_graph(_scatter_unfused)),
@@ -281,7 +211,7 @@ def _scatter_ways() -> dict[str, Way]:
 
 def _all_reduce_ways() -> dict[str, Way]:
     planned, own = (_summed_by_agmm(agmm.matmul_all_reduce, s) for s in (False, True))
-    return _by_name(
+    return by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),
         Way("unfused-graph", "matmul, then all-reduce, graph", as_graph(_all_reduce_unfused)),
@@ -302,6 +232,7 @@ _WAYS_OF = {
     ALL_GATHER_MATMUL: WAYS,
     MATMUL_REDUCE_SCATTER: SCATTER_WAYS,
     MATMUL_ALL_REDUCE: ALL_REDUCE_WAYS,
+    MOE: MOE_WAYS,
 }
 TIMED_OPS = tuple(_WAYS_OF)
 """The ops that `agmm bench` times."""

@@ -116,6 +116,7 @@ def demo(
     "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
     "  agmm bench --device cpu --tp 2\n\n"
     "  agmm bench --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
+    "  agmm bench --op moe --model mixtral-8x7b --tokens 2048,16384 --routing zipf --tp 2\n\n"
     "  torchrun --nproc-per-node 4 -m agmm bench --json new.json",
 )
 @with_options_of(BenchOptions)
@@ -135,7 +136,13 @@ def bench(options: BenchOptions) -> None:
             bench_command.list_ways(op)
             return
         request = bench_command.Request(
-            presets.ShapeOptions(options.shapes, options.file, options.model, options.tokens),
+            presets.ShapeOptions(
+                options.shapes,
+                options.file,
+                options.model,
+                options.tokens,
+                routing=options.routing,
+            ),
             None if options.ways is None else presets.split(options.ways),
             device=options.device.value,
             world_size=options.tp,
@@ -184,6 +191,8 @@ def tune(options: TuneOptions) -> None:
         from agmm.cli import from_file, tuning
 
         _env.check()
+        if options.op is Op.moe:
+            raise InvalidArgument("op: found moe, wanted one with plans: experts have none to tune")
         op = None if options.op is None else options.op.value
         scaling = None if options.scaling is None else options.scaling.value
         one = options.m, options.n, options.k
@@ -225,6 +234,7 @@ def tune(options: TuneOptions) -> None:
     "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a\n\n"
     "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter\n\n"
     "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce\n\n"
+    "  agmm explain --op moe --model deepseek-v3 --tokens 8192 --tp 8\n\n"
     "  agmm explain --model llama-3-70b --tokens 512..8192 --tp 4\n\n"
     "  agmm explain --shapes 4096x3584x8192,64x3584x8192 --tp 4 --json | jq .[].plan\n\n"
     "  agmm explain --file calls.json",

@@ -17,6 +17,7 @@ from agmm.bench import (
     figures,
     launcher,
     measure,
+    moe_presets,
     options,
     plots,
     presets,
@@ -37,8 +38,8 @@ from agmm.cli import report_tables
 from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, OPS
-from agmm.planning.shapes import Shape
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MOE, OPS
+from agmm.planning.shapes import AnyShape, Shape
 from agmm.runtime.kernels import built
 
 
@@ -79,6 +80,12 @@ class Request:
             ("--from", self.source, "--scaling", self.scaling),
             ("--timeline", self.timeline, "--shapes, --file or --model", named.shapes or by_preset),
         ]
+        if self.op == MOE:
+            excluded += [
+                ("--op moe", self.op, "--timeline", self.timeline),
+                ("--op moe", self.op, "--plot", self.plot),
+                ("--op moe", self.op, "--scaling", self.scaling),
+            ]
         for option, value, other, other_value in excluded:
             if value is not None and other_value is not None:
                 raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")
@@ -191,9 +198,18 @@ def _read(
 ) -> tuple[reports.Report, reports.Report | None]:
     """The report of the file and the old one, both narrowed to the shapes and ways wanted. Prints
     its tables where nothing else is to be done with it."""
-    listed = request.shapes.shapes
-    shapes = None if listed is None else presets.parse_shapes(listed, "--shapes")
-    report = reports.narrow(reports.read(source), shapes, request.ways)
+    report = reports.read(source)
+    is_moe = reports.op_of(report) == MOE
+    if is_moe and request.plot is not None:
+        raise InvalidArgument(f"--plot: found it with {source}, wanted no report of {MOE}")
+    shapes: Sequence[AnyShape] | None = None
+    if request.shapes.shapes is not None:
+        shapes = (
+            request.shapes.read_moe()
+            if is_moe
+            else presets.parse_shapes(request.shapes.shapes, "--shapes")
+        )
+    report = reports.narrow(report, shapes, request.ways)
     if request.compare is None and request.plot is None:
         report_tables.render(report, console())
     if old is not None:
@@ -209,11 +225,8 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         check_writable(request.json_path, "--json")
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     op = request.op or ALL_GATHER_MATMUL
-    shapes: list[Shape] | None = None
-    if request.shapes.given:
-        divides = 1 if op == MATMUL_ALL_REDUCE else ranks  # an all-reduce divides no rows
-        shapes, left_out = presets.shared_equally(request.shapes.read(ranks, op), divides)
-        say_left_out(left_out)
+    shapes, left_out = _shapes(request.shapes, kind, ranks, op)
+    say_left_out(left_out)
     options = Options(
         device=kind,
         world_size=ranks,
@@ -246,6 +259,21 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         return None
     report_tables.render(report, console())
     return report
+
+
+def _shapes(
+    named: presets.ShapeOptions, device: str, ranks: int, op: str
+) -> tuple[Sequence[AnyShape] | None, list[str]]:
+    """The shapes that are named, None where none is, and a line for each that is left out."""
+    if op != MOE:
+        divides = 1 if op == MATMUL_ALL_REDUCE else ranks  # an all-reduce divides no rows
+        return presets.shared_equally(named.read(ranks, op), divides) if named.given else (None, [])
+    if named.given:
+        return presets.shared_equally(named.read_moe(), ranks)
+    if named.routing is None:
+        return None, []
+    routings = moe_presets.parse_routings(named.routing)
+    return moe_presets.default_shapes(device, ranks, routings), []
 
 
 def _record(request: Request, shapes: Sequence[Shape]) -> None:

@@ -21,6 +21,7 @@ from agmm.cli.options import (
     Model,
     PlannedOp,
     ReturnA,
+    Routing,
     ScalingOf,
     Shapes,
     TimedOp,
@@ -69,6 +70,7 @@ class BenchOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
+    routing: Routing = None
     op: Annotated[TimedOp | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = (
         None
     )
@@ -194,6 +196,7 @@ class ExplainOptions:
     shapes: Shapes = None
     model: Model = None
     tokens: Tokens = None
+    routing: Routing = None
     op: Annotated[
         ExplainedOp | None,
         typer.Option(

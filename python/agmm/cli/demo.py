@@ -11,7 +11,7 @@ from agmm.bench import measure, record, reports
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.options import Options
 from agmm.bench.timeline_picture import draw
-from agmm.bench.ways import ROOF
+from agmm.bench.way import ROOF
 from agmm.planning.shapes import Shape
 
 WORLD_SIZE = 4

@@ -9,12 +9,13 @@ from typing import cast
 from agmm.bench.presets import ShapeOptions
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.command_options import ExplainOptions
+from agmm.cli.explain_moe import explain_moe
 from agmm.cli.explanations import Explanation
 from agmm.cli.options import DTYPE_NAMES, DType, ExplainedOp, Layout, element_bytes
 from agmm.cli.terminal import console, print_table
 from agmm.errors import InvalidArgument
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.problems import CPU, Problem
+from agmm.planning.problems import CPU, MOE, Problem
 from agmm.planning.shapes import Shape
 
 
@@ -32,13 +33,15 @@ def run(options: ExplainOptions) -> None:
     op = (options.op or ExplainedOp.all_gather_matmul).value
     gpu = gpu_names.find_gpu(options.gpu)
     dtype = options.dtype or (DType.fp32 if gpu == CPU else DType.bf16)
-    if explain.is_collective(op):
+    if op == MOE:
+        found = _mixtures(options, options.tp, gpu, dtype)
+    elif explain.is_collective(op):
         found = [_collective(options, op, options.tp, gpu, dtype)]
     else:
         found = _products(options, op, options.tp, gpu, dtype)
     if options.as_json:
         print(explanations.as_json([one.as_dict() for one in found]))
-    elif len(found) == 1 or options.everything:
+    elif len(found) == 1 or options.everything or op == MOE:
         for one in found:
             said = one.text(everything=options.everything)
             console().print(said, soft_wrap=True, markup=False)
@@ -83,13 +86,30 @@ def _collective(
     return explain.explain_collective(cast(Kind, kind), *sizes)
 
 
+def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> list[Explanation]:
+    """The explanation of each mixture of experts, with each routing."""
+    for name in ("m", "n", "k", "scaling", "return_a", "b_layout"):
+        if getattr(options, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise InvalidArgument(f"--{option}: found it with moe, wanted --shapes or --model")
+    if dtype is DType.float8_e4m3fn:
+        raise InvalidArgument(f"dtype: found {dtype.value} with moe, wanted one that experts take")
+    named = ShapeOptions(
+        options.shapes, None, options.model, options.tokens, routing=options.routing
+    )
+    listed = named.read_moe()
+    if options.routing is None:  # of which nothing that is said depends
+        listed = [shape for shape in listed if shape.routing == "even"]
+    return [explain_moe(shape, DTYPE_NAMES[dtype], ranks, gpu) for shape in listed]
+
+
 def _products(
     options: ExplainOptions, op: str, ranks: int, gpu: str, dtype: DType
 ) -> list[Explanation]:
     """The explanation of each shape. Of several shapes those are left out, and named, of which
     there is no such call."""
     one = options.m, options.n, options.k
-    shapes = ShapeOptions(options.shapes, None, options.model, options.tokens, one)
+    shapes = ShapeOptions(options.shapes, None, options.model, options.tokens, one, options.routing)
     if options.m is not None and options.k is not None:
         explain.check_columns(op, options.n)
     listed = shapes.read(ranks, op)

@@ -90,12 +90,14 @@ class Scaling(str, Enum):
 class Op(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
+    moe = "moe"
 
 
 class TimedOp(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
     matmul_all_reduce = "matmul_all_reduce"
+    moe = "moe"
 
 
 class ExplainedOp(str, Enum):
@@ -106,6 +108,7 @@ class ExplainedOp(str, Enum):
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
     all_reduce_rms_norm = "all_reduce_rms_norm"
+    moe = "moe"
 
 
 class Layout(str, Enum):
@@ -186,7 +189,8 @@ def _squeezed(name: str) -> str:
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="MxNxK, comma-separated: the rows of all ranks, and what a rank multiplies.",
+        help="MxNxK, comma-separated: the rows of all ranks, and what a rank multiplies. Of moe "
+        "TOKENSxHIDDENxINNERxEXPERTSxK, of all ranks.",
         metavar="MxNxK,...",
     ),
 ]
@@ -201,13 +205,19 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="The projections of this model: QKV and gate/up; of matmul_reduce_scatter the "
-        "attention's output and down."
+        "attention's output and down; of moe its experts."
     ),
 ]
 Tokens = Annotated[
     str | None,
     typer.Option(
         help="Gathered rows for --model: a..b doubles through, a,b,c lists. Default: 512..32768."
+    ),
+]
+Routing = Annotated[
+    str | None,
+    typer.Option(
+        help="Of moe: how a router spreads the tokens, even, zipf or both.", metavar="even,zipf"
     ),
 ]
 TP_NAMES = ("--tp", "--world-size")
@@ -233,7 +243,7 @@ PlannedOp = Annotated[
     Op | None,
     typer.Option(
         help="Which call; all_gather_matmul by default, with recorded calls all of them. The rows "
-        "of matmul_reduce_scatter are those of A."
+        "of matmul_reduce_scatter are those of A; moe is both calls of a mixture of experts."
     ),
 ]
 ColumnsOfB = Annotated[

@@ -10,11 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm.bench.compare import STANDARD_ERRORS, Change, Comparison, Verdict, summary
-from agmm.bench.reports import dtype_of, op_of, summarize, title_of
+from agmm.bench.reports import dtype_of, op_of, shape_of, summarize, title_of
 from agmm.bench.tuner import Outcome
 from agmm.cli.terminal import plain_table, print_table
 from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.planning.shapes import Shape
 
 
 def render(report: dict[str, Any], console: Console) -> None:
@@ -39,8 +38,7 @@ def render(report: dict[str, Any], console: Console) -> None:
 
 def shape_table(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Table:
     """One shape's ways: µs, TFLOPS per rank, ratio to the roof, relative error."""
-    shape = Shape(shape_report["M"], shape_report["N"], shape_report["K"])
-    table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
+    table = plain_table(shape_of(shape_report).title)
     table.add_column("way", overflow="fold")
     headings = ["µs", "TFLOPS/rank", "÷ roof", "error"]
     with_host = any(w["host_time_us"] is not None for w in shape_report["ways"].values())
@@ -108,8 +106,7 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 def comparison_table(changes: Sequence[Change], op: str) -> Table:
     """The changes of one shape, a row per way."""
-    shape = changes[0].shape
-    built = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
+    built = plain_table(changes[0].shape.title)
     built.add_column("way", no_wrap=True)
     for heading in ("old µs", "new µs", "new ÷ old", "± noise", "in roofs"):
         built.add_column(heading, justify="right", no_wrap=True)

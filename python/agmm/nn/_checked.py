@@ -9,19 +9,18 @@ import torch
 from torch.distributed.tensor import Shard
 
 from agmm.errors import InvalidArgument
-from agmm.nn._held import Held, OperandPlan
+from agmm.nn._held import OperandPlan
+from agmm.nn._parameters import ShardedModule
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.checks import check_operand
 from agmm.runtime.scaling import K_MULTIPLE
 
 
-class CheckedLinear(torch.nn.Module):
+class CheckedLinear(ShardedModule):
     """The checks of the layers that hold this rank's shard of a weight."""
 
     in_features: int
-    held: dict[str, Held]
     fp8: Fp8Recipe | None
-    _world_size: int
     _plan: OperandPlan
 
     def _check_operand(self, x: Any) -> None:

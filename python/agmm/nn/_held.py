@@ -21,21 +21,29 @@ class Held(NamedTuple):
 
     Attributes:
         names: of the parameters.
-        sizes: of the whole parameters along dimension 0; the whole layer's has their sum.
+        sizes: of the whole parameters along `dim`; the whole layer's has their sum.
         placement: how each is laid over the ranks.
+        dim: along which they lie in the whole layer's.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     placement: Placement
+    dim: int = 0
 
     def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """The whole parameters by name; views of the whole layer's."""
-        return dict(zip(self.names, whole.split(self.sizes), strict=True))
+        return dict(zip(self.names, whole.split(self.sizes, self.dim), strict=True))
 
     def join(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole layer's parameter."""
-        return torch.cat(list(wholes)) if len(wholes) > 1 else wholes[0]
+        return torch.cat(list(wholes), self.dim) if len(wholes) > 1 else wholes[0]
+
+    def shape(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The shape of the whole layer's parameter."""
+        found = list(parameters[0].shape)
+        found[self.dim] = sum(parameter.shape[self.dim] for parameter in parameters)
+        return tuple(found)
 
     def rows(self, world_size: int) -> list[int]:
         """The rows of this rank's shard of each parameter."""

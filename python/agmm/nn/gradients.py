@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
+from agmm.nn._parameters import ShardedModule
 from agmm.nn._ranks import resolved
-from agmm.nn._sharded import ShardedLinear
 from agmm.runtime import groups, identity
 
 
@@ -196,8 +196,8 @@ def _sum_at_once(parts: list[torch.Tensor], ranks: dist.ProcessGroup) -> None:
         part.copy_(summed.view(part.shape))
 
 
-def _sharded_layers(module: torch.nn.Module) -> Iterator[ShardedLinear]:
-    return (layer for layer in module.modules() if isinstance(layer, ShardedLinear))
+def _sharded_layers(module: torch.nn.Module) -> Iterator[ShardedModule]:
+    return (layer for layer in module.modules() if isinstance(layer, ShardedModule))
 
 
 def _named(module: torch.nn.Module, names: Iterable[str]) -> Iterator[torch.nn.Parameter]:

@@ -74,10 +74,6 @@ class UnpackedLinear(torch.nn.Module):
         """The outputs of the linears, one beside the other; of this rank, where it has a shard."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
-    def as_dtensor(self, tensor: torch.Tensor, _: Held) -> torch.Tensor:
-        """The parameter of a linear, which is a DTensor itself where ranks share it."""
-        return tensor
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, held in self.held.items():
             packed = state_dict.get(prefix + name)

@@ -9,22 +9,27 @@ from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_shard, local_values
+from agmm.nn._parameters import ShardedModule
 from agmm.nn._ranks import check_mesh_alive
-from agmm.nn._sharded import ShardedLinear
+from agmm.nn.expert_style import unpacked_by_style
 from agmm.nn.packed import UnpackedLinear
 
-_Owner = ShardedLinear | UnpackedLinear
+
+def _held_by(module: torch.nn.Module) -> dict[str, Held]:
+    """The parameters of a whole module that others of this one hold, by name."""
+    if isinstance(module, (ShardedModule, UnpackedLinear)):
+        return module.held
+    return unpacked_by_style(module)
 
 
 def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[torch.Tensor]]]:
     """By the name in the whole module: the tensors of the state dict that hold it, and how."""
-    held_by_piece: dict[str, tuple[str, Held, _Owner]] = {}
+    held_by_piece: dict[str, tuple[str, Held, torch.nn.Module]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        if isinstance(owner, _Owner):
-            start = f"{prefix}." if prefix else ""
-            for name, held in owner.held.items():
-                for piece in held.names:
-                    held_by_piece[start + piece] = start + name, held, owner
+        start = f"{prefix}." if prefix else ""
+        for name, held in _held_by(owner).items():
+            for piece in held.names:
+                held_by_piece[start + piece] = start + name, held, owner
     found: dict[str, tuple[Held | None, list[torch.Tensor]]] = {}
     # The dict holds the parameters themselves: what an operator makes of one may name the mesh of
     # an earlier, equal group.
@@ -34,7 +39,9 @@ def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[t
                 found[name] = None, [tensor]
                 continue
             whole, held, owner = held_by_piece[name]
-            found.setdefault(whole, (held, []))[1].append(owner.as_dtensor(tensor, held))
+            if isinstance(owner, ShardedModule):
+                tensor = owner.as_dtensor(tensor, held)
+            found.setdefault(whole, (held, []))[1].append(tensor)
     return found
 
 
@@ -42,7 +49,7 @@ def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[t
 def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the whole, unsharded module, on every rank. Collective.
 
-    Under the names of the same module with ``torch.nn.Linear`` for agmm's layers and for
+    Under the names of the same module with ``torch.nn.Linear`` for agmm's linear layers and for
     `UnpackedLinear`. DTensors are
     gathered, those of FSDP2 too; the rest is taken from this rank.
 
@@ -63,7 +70,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Copy the state dict of the whole module into a sharded one; each rank takes its shards.
 
-    The dict is that of the same module with ``torch.nn.Linear`` for agmm's layers and for
+    The dict is that of the same module with ``torch.nn.Linear`` for agmm's linear layers and for
     `UnpackedLinear`. A layer with several outputs has one weight, those of its outputs one below
     the other. Every rank gives the
     same dict. Nothing is copied where an error is raised.
@@ -73,9 +80,8 @@ def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch
             the shape of the whole, or the module has no memory yet (device "meta").
     """
     targets = _whole_names(module)
-    for name, (_, tensors) in targets.items():
-        rows = sum(tensor.shape[0] for tensor in tensors if tensor.dim())
-        wanted = (rows, *tensors[0].shape[1:]) if tensors[0].dim() else ()
+    for name, (held, tensors) in targets.items():
+        wanted = tuple(tensors[0].shape) if held is None else held.shape(tensors)
         value = state_dict.get(name)
         if value is None:
             raise InvalidArgument(f"state_dict: found no {name!r}, wanted one of shape {wanted}")

@@ -109,11 +109,16 @@ def products_by_torch(
         rows = rows.contiguous()  # as a gradient that is the same for all rows is not
     if _takes(rows, weight):
         out = torch._grouped_mm(rows, weight, offs=offsets[1:])
+        if bias is not None:  # which torch's grouped matmul does not take
+            out = out + bias[experts]
     else:
         batch = _Batch(offsets, rows.shape[0])
-        out = torch.bmm(batch.spread(rows), weight)[experts, batch.places(experts)]
-    if bias is not None:
-        out = out + bias[experts]
+        wide = batch.spread(rows)
+        if bias is None:
+            products = torch.bmm(wide, weight)
+        else:
+            products = torch.baddbmm(bias[:, None], wide, weight)
+        out = products[experts, batch.places(experts)]
     return torch.where((numbers < offsets[-1])[:, None], out, 0)
 
 

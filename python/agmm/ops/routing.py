@@ -109,10 +109,11 @@ class _Route(GroupedCall[_Found]):
         call, rank = self._call, exchange.rank
         ids = exchange.gather(call.topk_ids.detach())
         capacity = ids.numel() if call.capacity < 0 else call.capacity
-        self._check_ids(ids, capacity)
+        self._check_ids(ids, capacity if exchange.has_others else ids.numel())
         whole = call.num_local_experts == call.num_experts
         first = 0 if whole else rank * call.num_local_experts
-        return rows_of(ids, first, call.num_local_experts, capacity)
+        found = rows_of(ids, first, call.num_local_experts, capacity)
+        return found if exchange.has_others else within(found, capacity)
 
     def _check_ids(self, ids: torch.Tensor, capacity: int) -> None:
         """Refuses ids that are of no expert, and more rows of any rank than there is room for: all
@@ -163,6 +164,15 @@ def rows_of(ids: torch.Tensor, first: int, experts: int, capacity: int) -> _Foun
     counts = offsets.diff()
     tokens, choices = (sources // k, sources % k) if k else (sources, sources.clone())
     return tuple(t.to(torch.int32) for t in (tokens, choices, counts, offsets, positions))
+
+
+def within(found: _Found, capacity: int) -> _Found:
+    """The tensors of a `Routing` without the rows that there is no room for: a dry run knows no
+    other ranks' ids, so that it says nothing that there are too many of them."""
+    tokens, choices, _, offsets, positions = found
+    offsets = offsets.clamp(max=capacity)
+    positions = torch.where(positions < capacity, positions, -1)
+    return tokens, choices, offsets.diff(), offsets, positions
 
 
 def _run(call: _Arguments) -> _Found:

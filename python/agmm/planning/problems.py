@@ -161,6 +161,8 @@ it is not."""
 ALL_GATHER_MATMUL = "all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
 MATMUL_ALL_REDUCE = "matmul_all_reduce"
+MOE = "moe"
+"""Both calls of a mixture of experts, which `agmm bench` times and which have no plan."""
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 """The ops that are tuned; `Problem.op` may say `MATMUL_ALL_REDUCE` too."""
 

@@ -25,6 +25,9 @@ class Exchange(ABC):
         agreed: what has to be the same on all ranks.
     """
 
+    has_others = True
+    """Whether what is gathered is what the other ranks hold."""
+
     def __init__(
         self, group: dist.ProcessGroup, counts: Sequence[int], call: Call, agreed: str
     ) -> None:
@@ -33,16 +36,21 @@ class Exchange(ABC):
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, one rank after the other, in a tensor of their own."""
-        out = shard.new_empty(sum(self.counts), *shard.shape[1:])
-        return out.copy_(shard) if len(self.counts) == 1 else self._gather(shard.contiguous(), out)
+        if len(self.counts) == 1:
+            return shard.clone(memory_format=torch.contiguous_format)
+        return self._gather(shard.contiguous())
 
     def scatter(self, partials: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum over the ranks of ``partials``, one row for each token of all
         ranks; contiguous. The sums are made in the order of the ranks."""
         return partials if len(self.counts) == 1 else self._scatter(partials)
 
+    def _room(self, shard: torch.Tensor) -> torch.Tensor:
+        """Memory for the rows of all ranks."""
+        return shard.new_empty(sum(self.counts), *shard.shape[1:])
+
     @abstractmethod
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> torch.Tensor: ...
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
     def _scatter(self, partials: torch.Tensor) -> torch.Tensor: ...
@@ -51,8 +59,8 @@ class Exchange(ABC):
 class InSharedMemory(Exchange):
     """The exchange of CPU ranks on one host."""
 
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        ranks, sizes = (self.rank, len(self.counts)), self._sizes(shard)
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+        ranks, sizes, out = (self.rank, len(self.counts)), self._sizes(shard), self._room(shard)
         job = cpu_collectives.AllGather(*ranks, shard.view(-1), out.view(-1), sizes)
         return self._run(job, out)
 
@@ -76,7 +84,7 @@ class ByBackend(Exchange):
     """The exchange by the collectives of the group's backend, of which none leaves the order of the
     sums open."""
 
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
         most = max(self.counts)
         padded = shard
         if len(shard) < most:
@@ -87,7 +95,7 @@ class ByBackend(Exchange):
             found = collectives.start_all_gather(padded, name, 0, call=self.call)()
         if min(self.counts) == most:
             return found
-        rows = found.view(len(self.counts), most, *shard.shape[1:])
+        rows, out = found.view(len(self.counts), most, *shard.shape[1:]), self._room(shard)
         for count, part, target in zip(self.counts, rows, out.split(self.counts), strict=True):
             target.copy_(part[:count])
         return out
@@ -105,7 +113,10 @@ class WithoutOthers(Exchange):
     """The exchange of a dry run, in which the other ranks hold what this one does, and of a call
     without elements."""
 
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    has_others = False
+
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+        out = self._room(shard)
         if len(shard) == 0:
             return out.zero_()
         rows = torch.arange(len(out), device=shard.device) % len(shard)

@@ -1,0 +1,92 @@
+"""`agmm explain --op moe`: who serves a mixture of experts, how much it moves, and what it would
+take at least."""
+
+from __future__ import annotations
+
+from agmm.bench.units import duration, size
+from agmm.cli.explanations import Explanation
+from agmm.errors import InvalidArgument
+from agmm.planning import cost_model
+from agmm.planning.cost_model import collectives as collective_costs
+from agmm.planning.problems import CPU, MOE, Problem
+from agmm.planning.shapes import MoEShape
+
+_FLOAT32_BYTES = 4
+"""The bytes of a partial sum, which is sent in float32."""
+
+
+def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanation:
+    """The explanation of both calls of a mixture.
+
+    Raises InvalidArgument where the ranks cannot share the tokens or the experts.
+    """
+    for name, number in (("tokens", shape.tokens), ("experts", shape.experts)):
+        if number % ranks:
+            raise InvalidArgument(f"{name}: found {number}, wanted a multiple of tp, {ranks}")
+    asked = {"op": MOE, **shape._asdict(), "operands": dtype, "ranks": ranks, "gpu": gpu}
+    here, where = shape.experts // ranks, f"{ranks} rank{'s' if ranks > 1 else ''} on {gpu}"
+    call = (
+        f"{shape.tokens} tokens of {shape.hidden}, {shape.k} of {shape.experts} experts of "
+        f"{shape.inner} each, {shape.routing} routing, {dtype}, {where}"
+    )
+    if gpu == CPU:
+        plan, why = "agmm, through shared memory", "each expert's rows are one product"
+    else:
+        plan = "composed: all-gather, torch's grouped matmul, all-to-all of float32 sums"
+        why = "no kernel of this build takes rows that are grouped by expert"
+    rows = shape.tokens * shape.k
+    spread = f"{rows // ranks} rows in the mean, {rows / shape.experts:.1f} an expert"
+    notes = [
+        f"{here} experts on a rank, with {spread}",
+        f"without a capacity there is room for {rows} rows on each rank",
+        *_bytes(shape, dtype, ranks),
+    ]
+    alone = None
+    if gpu != CPU:
+        alone = _alone_us(shape, dtype, ranks, gpu)
+        notes += _exchange_us(shape, dtype, ranks, gpu)
+        notes.append(f"the grouped matmuls alone: at least {duration(alone)}, spread evenly")
+    return Explanation(asked, call, plan, why, alone_us=alone, notes=tuple(notes))
+
+
+def _itemsize(dtype: str) -> int:
+    return _FLOAT32_BYTES if dtype == "float32" else _FLOAT32_BYTES // 2
+
+
+def _bytes(shape: MoEShape, dtype: str, ranks: int) -> list[str]:
+    """How much a rank gets, and how much of that its experts need."""
+    if ranks == 1:
+        return []
+    others = shape.tokens * (ranks - 1) // ranks
+    whole = others * shape.hidden * _itemsize(dtype)
+    needed = 1 - (1 - 1 / ranks) ** shape.k
+    back = others * shape.hidden * _FLOAT32_BYTES
+    share = f"its experts need about {needed:.0%} where choices are spread evenly"
+    return [
+        f"a rank gets {size(whole)} of tokens, of which {share}, and sends {size(back)} of sums"
+    ]
+
+
+def _alone_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> float:
+    """The time of gate and up, and of down, as if the rows of a rank had one expert, or as long as
+    it takes to read the weights of all."""
+    rows = max(1, shape.tokens * shape.k // ranks)
+    wide, narrow = 2 * shape.inner, shape.inner
+    problems = [
+        Problem(rows, n, k, gpu=gpu, format=dtype)
+        for n, k in ((wide, shape.hidden), (shape.hidden, narrow))
+    ]
+    together = sum(cost_model.matmul_us(problem) for problem in problems)
+    weights = 3 * shape.experts // ranks * shape.hidden * shape.inner * _itemsize(dtype)
+    reading: float = weights / (cost_model.constants(gpu).memory_gb_per_s * 1e3)
+    return max(together, reading)
+
+
+def _exchange_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> list[str]:
+    if ranks == 1:
+        return []
+    nbytes = shape.tokens * shape.hidden * _itemsize(dtype)
+    there = collective_costs.by_library_us("all_gather", nbytes, ranks, gpu)
+    back = collective_costs.by_library_us("reduce_scatter", nbytes, ranks, gpu)
+    sums = f"its reduce-scatter of sums in {dtype} {duration(back)}"
+    return [f"NCCL's all-gather of the tokens takes {duration(there)}, {sums}, as predicted"]
