@@ -219,7 +219,7 @@ def _timed(
         median = statistics.median(values)
         results[name] |= {
             "median_us": median,
-            "tflops": shape.flops / median / 1e6,
+            "tflops": shape.flops(1) / median / 1e6,
             "ratio_to_mm": median / roof,
             "samples_us": [round(v, 3) for v in values],
         }

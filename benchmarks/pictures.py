@@ -17,7 +17,7 @@ from agmm.bench import plots, reports
 from benchmarks import alone, predict_collectives
 
 RESULTS = Path(__file__).parent / "results"
-BENCH = ("nvidia-h200-x4", "scatter/nvidia-h200-x4")
+BENCH = ("nvidia-h200-x4", "scatter/nvidia-h200-x4", "all_reduce/nvidia-h200-x4")
 """The reports of `agmm bench` that are drawn."""
 WAYS = (
     "roof",

@@ -342,6 +342,21 @@ def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str
     assert f" {plan} (the plan) " in text
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "gpu", "plan"),
+    [
+        (64, 8192, GPU, "two_shot, with residual and norm in the same kernel"),
+        (4096, 8192, GPU, "NCCL, then an addition and torch's rms_norm"),
+        (4, 32768, GPU, "one_shot, then an addition and torch's rms_norm"),  # rows of 64 KiB
+        (4, 64, "cpu", "agmm, through shared memory, then an addition and torch's rms_norm"),
+    ],
+)
+def test_all_reduces_with_a_norm(rows: int, columns: int, gpu: str, plan: str) -> None:
+    said = explain.explain_norm(rows, columns, 2, 4, gpu)
+    assert (said.plan, said.asked["op"]) == (plan, "all_reduce_rms_norm")
+    assert f"all_reduce_rms_norm of [{rows}, {columns}]" in printed(said)
+
+
 def said_of_all_reduce(problem: Problem, scaling: str | None = None) -> str:
     return printed(explain.explain_any(replace(problem, op="matmul_all_reduce"), scaling))
 

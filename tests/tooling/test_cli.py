@@ -79,6 +79,7 @@ def test_version() -> None:
         (["demoo"], ["demoo", "demo"]),
         (["demo", "--ouput", "x.png"], ["--ouput", "--output"]),
         (["demo", "--device", "tpu"], ["tpu", "cuda"]),
+        (["tune", "--op", "matmul_all_reduce"], ["matmul_all_reduce", "agmm explain"]),
         (["bench", "--ways", "agm"], ["found 'agm'", "did you mean 'agmm'?"]),
         (["bench", "--shapes", "12x", "--device", "cpu"], ["found '12x'", "wanted MxNxK"]),
         (

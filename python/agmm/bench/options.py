@@ -15,13 +15,28 @@ from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MOE
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MOE,
+)
 from agmm.planning.shapes import AnyShape, Shape
 from agmm.runtime.scaled import FP8
-from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES
+from agmm.testing.cases import (
+    ALL_REDUCE_BENCH_SHAPES,
+    BENCH_SHAPES,
+    CPU_BENCH_SHAPES,
+    SCATTER_BENCH_SHAPES,
+)
 
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 
+_ON_GPUS = {
+    ALL_GATHER_MATMUL: BENCH_SHAPES,
+    MATMUL_REDUCE_SCATTER: SCATTER_BENCH_SHAPES,
+    MATMUL_ALL_REDUCE: ALL_REDUCE_BENCH_SHAPES,
+}
 LIMIT_S = 120.0
 """The default of the time that one call of a way may take."""
 
@@ -54,10 +69,9 @@ class Options:
         if self.op == MOE:
             shapes = moe_presets.checked(shapes, self.device, self.world_size, self.dtype)
         if shapes is None:
-            on_gpus = BENCH_SHAPES if self.op == ALL_GATHER_MATMUL else SCATTER_BENCH_SHAPES
-            shapes = on_gpus if self.device == "cuda" else CPU_BENCH_SHAPES
+            shapes = _ON_GPUS[self.op] if self.device == "cuda" else CPU_BENCH_SHAPES
         for shape in shapes:
-            if shape.M % self.world_size:
+            if shape.M % self.world_size and self.op != MATMUL_ALL_REDUCE:
                 raise InvalidArgument(
                     f"shape: found {shape}, wanted an M that is a multiple of the world size, "
                     f"{self.world_size}"
@@ -67,6 +81,11 @@ class Options:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         plain = [shape for shape in shapes if isinstance(shape, Shape)]
         scaling = check_scaling(dtype, self.scaling, plain)
+        if scaling is not None and self.op == MATMUL_ALL_REDUCE:
+            raise InvalidArgument(
+                f"dtype: found {dtype} with {self.op}, wanted one without scales: of fp8 "
+                "`agmm bench` times the other ops"
+            )
         ways = tuple(select_ways(self.ways, self.device, self.op, ways_of(self.op, scaling)))
         if self.device == "cpu":
             check_memory(shapes, dtype, self.world_size)

@@ -12,7 +12,7 @@ from agmm.bench import figures
 from agmm.bench.reports import Report, op_of, shape_of, title_of, where
 from agmm.bench.way import ROOF
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from agmm.planning.shapes import Shape
 from agmm.planning.tables import gpu_name
 
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 TIME_OVER_ROOF = "time_over_roof"
 SPEEDUP = "speedup"
 BASELINE = "unfused"
+_ROWS = {
+    ALL_GATHER_MATMUL: "M, gathered rows",
+    MATMUL_REDUCE_SCATTER: "M, rows before the scatter",
+    MATMUL_ALL_REDUCE: "M, rows of the sum",
+}
 OURS = "agmm"
 
 _MAX_COLUMNS = 2
+_MOST_IN_HALF = 6
+"""The most M whose numbers can be read below a panel of half the width."""
 _BARS_PER_ROW, _LEAST_GROUPS, _MOST_GROUPS = 36, 3, 9
 """What fits side by side on a page: bars, and groups of bars whose shapes can be read below."""
 _MOST_IN_THREE = 6
@@ -136,7 +143,8 @@ def time_over_roof(report: Report) -> Figure:
     lines = {sizes: panel for sizes, panel in panels.items() if len(panel) > 1}
     single = {s: ratios for s, ratios in by_shape.items() if (s.N, s.K) not in lines}
     styles = _styles(_names(by_shape.values()))
-    columns = max(1, min(_MAX_COLUMNS, len(lines)))
+    is_wide = any(len(panel) > _MOST_IN_HALF for panel in lines.values())
+    columns = 1 if is_wide else max(1, min(_MAX_COLUMNS, len(lines)))
     line_rows, bar_rows = math.ceil(len(lines) / columns), _rows_of(list(single), len(styles))
     rows = line_rows + len(bar_rows)
     figure = figures.new_figure(figures.PAGE_WIDTH, 2.9 * rows + 1.3)
@@ -153,7 +161,7 @@ def time_over_roof(report: Report) -> Figure:
             loc="left",
             fontsize=10,
         )
-        axes.set_xlabel("M, gathered rows" if is_gather else "M, rows before the scatter")
+        axes.set_xlabel(_ROWS[op_of(report)])
     for place, shapes in enumerate(bar_rows):
         axes = figure.add_subplot(grid[line_rows + place, :], sharey=axes)
         _bar_row(axes, shapes, single, {}, styles, None)

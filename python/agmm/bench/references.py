@@ -10,7 +10,7 @@ import torch.distributed as dist
 from agmm.bench import moe_ways, scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.way import ROOF, Workload
-from agmm.planning.problems import MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.planning.shapes import AnyShape, MoEShape
 from agmm.testing.cases import make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
@@ -48,9 +48,19 @@ def make_problem(
     """
     if isinstance(shape, MoEShape):
         return moe_ways.make_problem(shape, group, device, dtype, seed)
-    make = make_scatter_operands if op == MATMUL_REDUCE_SCATTER else make_operands
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    operands = make(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
+    if op == ALL_GATHER_MATMUL:
+        operands = make_operands(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
+    else:
+        operands = make_scatter_operands(
+            shape,
+            rank,
+            world_size,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            divided=op == MATMUL_REDUCE_SCATTER,
+        )
     problem = Workload(shape, group, device, operands, op)
     if scaling is None:
         return problem
@@ -65,8 +75,9 @@ def references(problem: Workload, seed: int = 0) -> References:
         return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group
     product = gathered_product(operands.A, operands.B)
-    if problem.op != MATMUL_REDUCE_SCATTER:
+    if problem.op == ALL_GATHER_MATMUL:
         return References(product, product)
+    is_divided = problem.op == MATMUL_REDUCE_SCATTER
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def operands_of(source: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +90,11 @@ def references(problem: Workload, seed: int = 0) -> References:
             dtype=operands.A.dtype,
             device=problem.device,
             seed=seed,
+            divided=is_divided,
         )
         return made.A, made.B
 
-    found = scattered_sum(operands_of, rank, world_size)
+    part, parts = (rank, world_size) if is_divided else (0, 1)
+    found = scattered_sum(operands_of, part, world_size, parts=parts)
     errors = of_all_ranks("the error that is allowed", found.error, group)
     return References(product, found.rows, max(errors))

@@ -15,9 +15,9 @@ from agmm.bench.machine import machine_facts
 from agmm.bench.options import Options
 from agmm.bench.timer import FLUSH_BYTES
 from agmm.bench.way import ROOF
-from agmm.bench.ways import ways_of
+from agmm.bench.ways import TIMED_OPS, ways_of
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MOE, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, MOE
 from agmm.planning.shapes import AnyShape, MoEShape, Shape, shape_from
 
 SCHEMA = 1
@@ -56,9 +56,8 @@ def read(path: Path) -> Report:
         if not isinstance(report.get(key), dict):
             raise InvalidArgument(f"report: found no {key} in {path}, {wanted}")
     op = report["settings"].setdefault("op", ALL_GATHER_MATMUL)  # older ones are all of that
-    known = (*OPS, MOE)
-    if op not in known:
-        listed = ", ".join(known)
+    if op not in TIMED_OPS:
+        listed = ", ".join(TIMED_OPS)
         raise InvalidArgument(f"report: found op {op!r} in {path}, wanted one of {listed}")
     for i, entry in enumerate(report["shapes"]):
         named = MoEShape._fields if op == MOE else Shape._fields

@@ -13,7 +13,12 @@ import agmm
 from agmm.bench.moe_ways import MOE_WAYS
 from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MOE
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MOE,
+)
 from agmm.runtime.collectives import by_newer_name
 
 
@@ -133,10 +138,13 @@ def _torch_fused(p: Workload) -> Callable[[], Result]:
     return call
 
 
-def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
+def _summed_by_agmm(
+    op: Callable[..., torch.Tensor], strict: bool
+) -> Callable[[Workload], Callable[[], Result]]:
+    """The way that calls an op of agmm which sums the products of all ranks."""
+
     def prepare(p: Workload) -> Callable[[], Result]:
         A, B, group = p.operands.A, p.operands.B, p.group
-        op = agmm.matmul_reduce_scatter
 
         def call() -> Result:
             return None, op(A, B, group, strict=strict)
@@ -144,6 +152,17 @@ def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
         return call
 
     return prepare
+
+
+def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
+    A, B, group = p.operands.A, p.operands.B, p.group
+    out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
+
+    def call() -> Result:
+        dist.all_reduce(torch.mm(A, B, out=out), group=group)
+        return None, out
+
+    return call
 
 
 _TITLE_OF_ROOF = "matmul alone (roof)"
@@ -176,7 +195,7 @@ def _gather_ways() -> dict[str, Way]:
 
 
 def _scatter_ways() -> dict[str, Way]:
-    planned, own = _scatter_agmm(False), _scatter_agmm(True)
+    planned, own = (_summed_by_agmm(agmm.matmul_reduce_scatter, s) for s in (False, True))
     return by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
@@ -190,12 +209,33 @@ def _scatter_ways() -> dict[str, Way]:
     )
 
 
+def _all_reduce_ways() -> dict[str, Way]:
+    planned, own = (_summed_by_agmm(agmm.matmul_all_reduce, s) for s in (False, True))
+    return by_name(
+        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),
+        Way("unfused-graph", "matmul, then all-reduce, graph", as_graph(_all_reduce_unfused)),
+        Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
+        Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
+    )
+
+
 WAYS = _gather_ways()
 """The ways of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
 the matmul is torch.mm."""
 SCATTER_WAYS = _scatter_ways()
 """The ways of `MATMUL_REDUCE_SCATTER` by name."""
-_WAYS_OF = {ALL_GATHER_MATMUL: WAYS, MATMUL_REDUCE_SCATTER: SCATTER_WAYS, MOE: MOE_WAYS}
+ALL_REDUCE_WAYS = _all_reduce_ways()
+"""The ways of `MATMUL_ALL_REDUCE` by name."""
+_WAYS_OF = {
+    ALL_GATHER_MATMUL: WAYS,
+    MATMUL_REDUCE_SCATTER: SCATTER_WAYS,
+    MATMUL_ALL_REDUCE: ALL_REDUCE_WAYS,
+    MOE: MOE_WAYS,
+}
+TIMED_OPS = tuple(_WAYS_OF)
+"""The ops that `agmm bench` times."""
 
 
 def ways_of(op: str) -> dict[str, Way]:

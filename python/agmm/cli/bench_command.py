@@ -38,7 +38,7 @@ from agmm.cli import report_tables
 from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MOE
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MOE, OPS
 from agmm.planning.shapes import AnyShape, Shape
 from agmm.runtime.kernels import built
 
@@ -266,7 +266,8 @@ def _shapes(
 ) -> tuple[Sequence[AnyShape] | None, list[str]]:
     """The shapes that are named, None where none is, and a line for each that is left out."""
     if op != MOE:
-        return presets.shared_equally(named.read(ranks, op), ranks) if named.given else (None, [])
+        divides = 1 if op == MATMUL_ALL_REDUCE else ranks  # an all-reduce divides no rows
+        return presets.shared_equally(named.read(ranks, op), divides) if named.given else (None, [])
     if named.given:
         return presets.shared_equally(named.read_moe(), ranks)
     if named.routing is None:
@@ -280,6 +281,8 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
     _env.check()
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     op = request.op or ALL_GATHER_MATMUL
+    if op == MATMUL_ALL_REDUCE:
+        raise InvalidArgument(f"timeline: found {op}, wanted one of {', '.join(OPS)}")
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype, op=op
     ).resolved()

@@ -19,12 +19,12 @@ from agmm.cli.options import (
     File,
     LayoutOfB,
     Model,
-    Op,
     PlannedOp,
     ReturnA,
     Routing,
     ScalingOf,
     Shapes,
+    TimedOp,
     Tokens,
     Tp,
     Where,
@@ -71,7 +71,9 @@ class BenchOptions:
     model: Model = None
     tokens: Tokens = None
     routing: Routing = None
-    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
+    op: Annotated[TimedOp | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = (
+        None
+    )
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),

@@ -30,6 +30,9 @@ from agmm.planning.problems import (
 from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
+NORM = "all_reduce_rms_norm"
+_NORMED = ("one_shot", "two_shot")
+"""The methods of an all-reduce whose kernel adds a residual and a norm (`has_norm`)."""
 GPUS_OF_A_HOST = 8
 """The most GPUs that a host with Hopper GPUs has; ranks on several hosts take the unfused path."""
 
@@ -182,13 +185,35 @@ def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
     return problem.op == ALL_GATHER_MATMUL and illegal is None and bool(kernels)
 
 
+def is_collective(op: str) -> bool:
+    return op in (*get_args(Kind), NORM)
+
+
 def check_columns(kind: str, n: int | None) -> None:
     """Raises InvalidArgument where a call with a matmul has no ``n``, or a collective has one."""
-    if kind in get_args(Kind):
+    if is_collective(kind):
         if n is not None:
             raise InvalidArgument(f"n: found {n}, wanted none for {kind}, of --m rows by --k")
     elif n is None:
         raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
+
+
+def explain_norm(rows: int, columns: int, itemsize: int, world_size: int, gpu: str) -> Explanation:
+    """The explanation of `agmm.collectives.all_reduce_rms_norm` of such a tensor: the all-reduce is
+    chosen as one without a norm, and its kernel may add the residual and the norm."""
+    found = explain_collective("all_reduce", rows, columns, itemsize, world_size, gpu)
+    asked = {**found.asked, "op": NORM}
+    call = found.call.replace("all_reduce", NORM, 1)
+    if found.plan not in _NORMED or columns * itemsize > _core.MAX_NORM_ROW_BYTES:
+        plan = f"{found.plan}, then an addition and torch's rms_norm"
+    else:
+        plan = f"{found.plan}, with residual and norm in the same kernel"
+    norm = (
+        f"{' and '.join(_NORMED)} have residual and norm in their kernel, for rows of at most "
+        f"{_size(_core.MAX_NORM_ROW_BYTES)}; times are those of the all-reduce"
+    )
+    why_so = f"{found.why}; {norm}" if found.why else ""
+    return replace(found, asked=asked, call=call, plan=plan, why=why_so)
 
 
 def explain_collective(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import cast, get_args
+from typing import cast
 
 from agmm.bench.presets import ShapeOptions
 from agmm.cli import explain, explanations, gpu_names
@@ -35,8 +35,8 @@ def run(options: ExplainOptions) -> None:
     dtype = options.dtype or (DType.fp32 if gpu == CPU else DType.bf16)
     if op == MOE:
         found = _mixtures(options, options.tp, gpu, dtype)
-    elif op in get_args(Kind):
-        found = [_collective(options, cast(Kind, op), options.tp, gpu, dtype)]
+    elif explain.is_collective(op):
+        found = [_collective(options, op, options.tp, gpu, dtype)]
     else:
         found = _products(options, op, options.tp, gpu, dtype)
     if options.as_json:
@@ -71,7 +71,7 @@ def _run_file(options: ExplainOptions) -> None:
 
 
 def _collective(
-    options: ExplainOptions, kind: Kind, ranks: int, gpu: str, dtype: DType
+    options: ExplainOptions, kind: str, ranks: int, gpu: str, dtype: DType
 ) -> Explanation:
     for name in ("shapes", "model", "tokens", "scaling", "return_a", "b_layout"):
         if getattr(options, name) not in (None, False):
@@ -80,7 +80,10 @@ def _collective(
     explain.check_columns(kind, options.n)
     if options.m is None or options.k is None:
         raise InvalidArgument(f"shape: found no --m or --k, wanted both for {kind}")
-    return explain.explain_collective(kind, options.m, options.k, element_bytes(dtype), ranks, gpu)
+    sizes = options.m, options.k, element_bytes(dtype), ranks, gpu
+    if kind == explain.NORM:
+        return explain.explain_norm(*sizes)
+    return explain.explain_collective(cast(Kind, kind), *sizes)
 
 
 def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> list[Explanation]:

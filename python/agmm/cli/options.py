@@ -93,6 +93,13 @@ class Op(str, Enum):
     moe = "moe"
 
 
+class TimedOp(str, Enum):
+    all_gather_matmul = "all_gather_matmul"
+    matmul_reduce_scatter = "matmul_reduce_scatter"
+    matmul_all_reduce = "matmul_all_reduce"
+    moe = "moe"
+
+
 class ExplainedOp(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
@@ -100,6 +107,7 @@ class ExplainedOp(str, Enum):
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
+    all_reduce_rms_norm = "all_reduce_rms_norm"
     moe = "moe"
 
 
@@ -114,6 +122,8 @@ _CHOICES: dict[str, type[Enum]] = {
     "--scaling": Scaling,
     "--b-layout": Layout,
 }
+_OPS_OF: dict[str, type[Enum]] = {"bench": TimedOp, "explain": ExplainedOp}
+"""The ops of a command, where they are others than those of `agmm tune`."""
 _OTHER_NAMES = {
     "--dtype": {
         "bfloat16": "bf16",
@@ -136,8 +146,7 @@ def _as_choices(ctx: Any, args: list[str]) -> list[str]:
     Raises:
         typer.BadParameter: a value is not known but looks like one that is.
     """
-    ops = ExplainedOp if ctx.info_name == "explain" else Op
-    choices = {**_CHOICES, "--op": ops}
+    choices = {**_CHOICES, "--op": _OPS_OF.get(ctx.info_name, Op)}
     found: list[str] = []
     for arg in args:
         name, has_value, value = arg.partition("=")
@@ -160,9 +169,14 @@ def _choice(option: str, given: str, choices: type[Enum]) -> str:
     if squeezed in known:
         return known[squeezed]
     close = difflib.get_close_matches(squeezed, known, 1)
+    listed = ", ".join(names)
+    is_explained = option == "--op" and squeezed in {_squeezed(op.value) for op in ExplainedOp}
+    if is_explained and not any(squeezed in name for name in known):
+        raise typer.BadParameter(
+            f"{option}: found {given!r}, wanted one of {listed}; `agmm explain` says the plan of it"
+        )
     if not close:
         return given
-    listed = ", ".join(names)
     raise typer.BadParameter(
         f"{option}: found {given!r}, wanted one of {listed}; did you mean {known[close[0]]!r}?"
     )

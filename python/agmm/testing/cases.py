@@ -26,6 +26,13 @@ SCATTER_BENCH_SHAPES = tuple(
 )
 """The shapes for matmul + reduce-scatter."""
 
+ALL_REDUCE_BENCH_SHAPES = tuple(
+    Shape(m, 8192, k)
+    for k in (2048, 4096, 7168)
+    for m in (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+)
+"""The shapes for matmul + all-reduce."""
+
 CPU_BENCH_SHAPES = (
     Shape(256, 256, 512),
     Shape(512, 512, 1024),
@@ -116,13 +123,16 @@ def make_scatter_operands(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
+    divided: bool = True,
 ) -> Operands:
     """Random normal operands of a matmul + reduce-scatter: another A and B on every rank, which
-    each rank can make too, so that nothing need be sent to check. B is column-major.
+    each rank can make too, so that nothing need be sent to check. B is column-major. Those of a
+    matmul + all-reduce, whose rows are not divided, are the same.
 
-    Raises InvalidArgument where the ranks cannot have equally many rows.
+    Raises InvalidArgument where the ranks cannot have equally many rows and should.
     """
-    _check_rows(shape, world_size)
+    if divided:
+        _check_rows(shape, world_size)
     device = torch.device(device)
     A = _random_normal((shape.M, shape.K), 2 * (seed + rank), dtype, device)
     weight = _random_normal((shape.N, shape.K), 2 * (seed + rank) + 1, dtype, device)

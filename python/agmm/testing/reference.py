@@ -34,18 +34,23 @@ class ScatteredSum(NamedTuple):
 
 
 def scattered_sum(
-    operands_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int
+    operands_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    rank: int,
+    world_size: int,
+    *,
+    parts: int | None = None,
 ) -> ScatteredSum:
     """The reference of `reduce_scatter(A @ B)`, without communication.
 
-    `operands_of` takes a rank and returns its A `[M, K]` and B `[K, N]`; M is a multiple of the
-    world size. `rows` are `[M / world_size, N]`.
+    `operands_of` takes a rank and returns its A `[M, K]` and B `[K, N]`. The rows are divided into
+    `parts`, by default the world size, which divides M; `rows` are `[M / parts, N]`. Part 0 of one
+    is the reference of `all_reduce(A @ B)`.
     """
     exact: torch.Tensor | None = None
     plain: torch.Tensor | None = None
     for source in range(world_size):
         A, B = operands_of(source)
-        shard = A.chunk(world_size)[rank]
+        shard = A.chunk(world_size if parts is None else parts)[rank]
         product, rounded = gathered_product(shard, B), torch.mm(shard, B)
         exact = product if exact is None else exact.add_(product)
         plain = rounded if plain is None else plain.add_(rounded)
