@@ -16,7 +16,7 @@ from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.legality import why_unfused
-from agmm.planning.op_plans import Choice, KernelsOf
+from agmm.planning.op_plans import Choice, KernelsOf, gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, Plan
 from agmm.planning.problems import (
@@ -178,7 +178,7 @@ def _asked(problem: Problem, operands: str | None) -> dict[str, Any]:
 def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
     """Whether it is an all-gather + matmul that this build has a kernel for."""
     illegal = why_unfused(problem.format, problem.n, problem.k)
-    kernels = planner.kernels_of(problem.op, problem.format)
+    kernels = gather_kernels(problem, planner.kernels_of)
     return problem.op == ALL_GATHER_MATMUL and illegal is None and bool(kernels)
 
 
