@@ -7,7 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import activation_work as work
@@ -406,7 +406,7 @@ def test_a_kernel_computes_what_it_has(kernels: None, name: str) -> None:
         found: Gathered = serve(call)
     torch.testing.assert_close(found.outs, work.activated(name, [A @ B for B in Bs]))
     with mock.patch.object(call_plans, "problem_of") as asked:
-        PlainGather.problem(call, 0)
+        PlainGather.problem(cast("PlainGather", call), 0)
     is_gated = name in work.GATED
     assert call.widths() == ([80] if is_gated else [40, 40])
     assert asked.call_args.args[0][1] == call.widths()[0]

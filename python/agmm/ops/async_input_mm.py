@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -177,6 +178,33 @@ def on_cuda(
     kernel = _kernel(a, b, a_chunk_signals, config)
     call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
     return call(a, b, a_chunk_signals, bias=bias, tile_times=tile_times)
+
+
+def activated_on_cuda(
+    a: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    epilogue: Epilogue,
+    *,
+    config: KernelConfig | None = None,
+    biases: Sequence[torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
+    """The epilogue of ``a @ b + bias`` for one weight, of a gated activation for two, by one
+    kernel. Arguments are as those of `on_cuda`.
+
+    Raises:
+        InvalidArgument: no kernel can take the operands; the message says why.
+    """
+    reason = why_behind(epilogue, bs, config)
+    if reason is not None:
+        raise InvalidArgument(reason)
+    b, *more = bs
+    up = more[0] if more else None
+    kernel = _kernel(a, b, a_chunk_signals, config, epilogue)
+    call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, up=up)
+    second = None if up is None else (up, biases[1])
+    return call(a, b, a_chunk_signals, bias=biases[0], up=second)
 
 
 def _async_input_mm_fake(
