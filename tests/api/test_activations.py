@@ -25,7 +25,7 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import not_of_fp8
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
-from agmm.planning import built_kernels, call_plans, tables
+from agmm.planning import built_kernels, call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import Plan, Row
@@ -468,6 +468,10 @@ def test_calls_with_and_without_an_epilogue_have_plans_of_their_own() -> None:
     assert timed == of_build
     assert Key.of(gate) != Key.of(problem) and len({gate, activation, problem}) == 3
     assert planner.plan(gate) != planner.plan(problem)
+    behind_us = [
+        cost_model.unfused_us(one) - cost_model.unfused_us(problem) for one in (gate, activation)
+    ]
+    assert 0 < behind_us[0] < behind_us[1]
 
 
 def test_tables_keep_rows_of_an_epilogue_apart(tmp_path: Path) -> None:
