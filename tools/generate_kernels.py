@@ -97,11 +97,11 @@ def entries_of(row: KernelRow, kernels: str) -> dict[str, str]:
 
 
 def kind_of(row: KernelRow) -> str:
-    """Rows of one kind share units: of a schedule, as they have most in common, or of fp8 of an
-    op."""
+    """Rows of one kind share units: of a schedule, as they have most in common, with an activation
+    of any kind or without one; or of fp8 of an op."""
     if row.is_fp8:
         return table_of(row)
-    return row.schedule + "_swapped" * row.swapped
+    return row.schedule + "_swapped" * row.swapped + "_activations" * (row.epilogue != "plain")
 
 
 def render(rows: Sequence[KernelRow], kernels: str) -> dict[str, str]:

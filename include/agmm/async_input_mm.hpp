@@ -48,6 +48,11 @@ struct Operands {
   void const* bias = nullptr;  // [n], the dtype of out; or null
   void* out = nullptr;         // [m, out_columns()]
   Scales scales{};             // of fp8 operands
+  // Epilogue::Gate has two weights: b and bias are those of gate, with out_columns() columns each,
+  // and these are those of up, in the same layout.
+  void const* b_up = nullptr;
+  int64_t ldb_up = 0;
+  void const* bias_up = nullptr;
 };
 
 /// out = A @ B (+ bias), where A is read chunk by chunk as it arrives.

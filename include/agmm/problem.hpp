@@ -35,14 +35,18 @@ enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
 /// last one send finished tiles too.
 enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAllReduce = 2 };
 /// The epilogue of a kernel: what is done with the sums, which are scaled where the operands have
-/// scales. Bias adds a bias, or none.
-enum class Epilogue : int32_t { Bias = 0 };
+/// scales. Bias adds a bias, or none. Activation adds it and computes an activation of each sum.
+/// Gate has the sums of two weights: the activation of those of the first, gate, times those of the
+/// second, up, each behind its bias.
+enum class Epilogue : int32_t { Bias = 0, Activation = 1, Gate = 2 };
+/// A function of one sum, which the epilogues Activation and Gate take when they run.
+enum class Activation : int32_t { Relu = 0, Relu2 = 1, Gelu = 2, GeluTanh = 3, Silu = 4 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
 /// How many columns of B become one column of out.
-constexpr int32_t columns_per_out(Epilogue) { return 1; }
+constexpr int32_t columns_per_out(Epilogue e) { return e == Epilogue::Gate ? 2 : 1; }
 constexpr bool is_block_scaled(Accumulation a) {
   return a == Accumulation::Block || a == Accumulation::Block1x128;
 }
@@ -91,7 +95,32 @@ inline char const* to_string(Op op) {
   }
   return "?";
 }
-inline char const* to_string(Epilogue e) { return e == Epilogue::Bias ? "bias" : "?"; }
+inline char const* to_string(Epilogue e) {
+  switch (e) {
+    case Epilogue::Bias:
+      return "bias";
+    case Epilogue::Activation:
+      return "activation";
+    case Epilogue::Gate:
+      return "gate";
+  }
+  return "?";
+}
+inline char const* to_string(Activation a) {
+  switch (a) {
+    case Activation::Relu:
+      return "relu";
+    case Activation::Relu2:
+      return "relu2";
+    case Activation::Gelu:
+      return "gelu";
+    case Activation::GeluTanh:
+      return "gelu_tanh";
+    case Activation::Silu:
+      return "silu";
+  }
+  return "?";
+}
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
   return s == Schedule::Cooperative ? "cooperative" : "pingpong";
@@ -101,7 +130,8 @@ inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" 
 /// The largest M, N and K: with the sizes of tiles and clusters added they still fit into 32 bits.
 constexpr int32_t kMaxSize = INT32_MAX - (1 << 16);
 
-/// The problem out[m, out_columns()] = epilogue(A[m, k] @ B[k, n]); the epilogue adds bias[n].
+/// The problem out[m, out_columns()] = epilogue(A[m, k] @ B[k, n]); the epilogue adds bias[n]. With
+/// Epilogue::Gate the columns of B are those of gate, then those of up.
 struct Problem {
   int32_t m = 0;
   int32_t n = 0;
@@ -110,14 +140,16 @@ struct Problem {
   BLayout b_layout = BLayout::ColumnMajor;
   Accumulation accumulation = Accumulation::Fast;
   Epilogue epilogue = Epilogue::Bias;
+  Activation activation = Activation::Relu;  // of an epilogue that has one
 
   constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 
   std::string str() const {
-    std::string const words = std::to_string(m) + "x" + std::to_string(n) + "x" +
-                              std::to_string(k) + " " + to_string(dtype) + " B " +
-                              to_string(b_layout);
-    return is_fp8(dtype) ? words + " " + to_string(accumulation) : words;
+    std::string words = std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k) +
+                        " " + to_string(dtype) + " B " + to_string(b_layout);
+    if (is_fp8(dtype)) words += std::string(" ") + to_string(accumulation);
+    if (epilogue != Epilogue::Bias) words += std::string(" ") + to_string(epilogue);
+    return words;
   }
 };
 

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,7 @@ using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
 using agmm::layout;
 using agmm::limit_ns;
+using agmm::NamedEpilogue;
 using agmm::pointer;
 using agmm::WorkspaceLayout;
 
@@ -52,10 +54,20 @@ struct MatmulProblem {
   AsyncInputArgs args;
 
   MatmulProblem(const SizeTuple& size, const BTuple& b, const Format& format,
-                const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count) {
+                const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count,
+                const std::string& activation, int64_t up_leading) {
     const auto& [m, n, k] = size;
     const auto& [chunks_m, chunks_k, pivot] = chunks;
-    args.problem = {m, n, k, format.dtype, layout(b.first), format.accumulation};
+    const NamedEpilogue named(activation);
+    args.problem = {m,
+                    named.columns_of_b(n),
+                    k,
+                    format.dtype,
+                    layout(b.first),
+                    format.accumulation,
+                    named.epilogue,
+                    named.activation};
+    args.operands.ldb_up = up_leading;
     args.config = config;
     args.operands.ldb = b.second;
     args.operands.scales = format.scale_layout();
@@ -75,7 +87,8 @@ struct MatmulProblem {
 void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
                     uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
   AsyncInputArgs args = problem.args;
-  Addresses at(addresses, 7);
+  const bool is_gated = args.problem.epilogue == agmm::Epilogue::Gate;
+  Addresses at(addresses, is_gated ? 9 : 7);
   args.operands.a = at.next<void>();
   args.operands.b = at.next<void>();
   args.operands.scales.a = at.next<float>();
@@ -83,21 +96,30 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
   args.operands.bias = at.next<void>();
   args.operands.out = at.next<void>();
   args.arrival.signals = at.next<uint32_t>();
+  if (is_gated) {
+    args.operands.b_up = at.next<void>();
+    args.operands.bias_up = at.next<void>();
+  }
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-/// One of the weights that share a gather.
+/// One of the weights that share a gather, or two of them behind one gate.
 struct GatherWeight {
   agmm::Weight weight;
   Format format;
 
-  GatherWeight(int n, const BTuple& b, const Format& format_, const KernelConfig& config)
+  GatherWeight(int n, const BTuple& b, const Format& format_, const KernelConfig& config,
+               const std::string& activation, int64_t up_leading)
       : format(format_) {
     const agmm::Scales scales = format.scale_layout();
-    weight.n = n;
+    const NamedEpilogue named(activation);
+    weight.epilogue = named.epilogue;
+    weight.activation = named.activation;
+    weight.ldb_up = up_leading;
+    weight.n = named.columns_of_b(n);
     weight.b_layout = layout(b.first);
     weight.ldb = b.second;
     weight.config = config;
@@ -144,18 +166,24 @@ struct GatherProblem {
     for (const agmm::Weight& weight : weights) {
       text += ", " + b_in_words(gather.k, weight.n, weight.b_layout);
       if (is_fp8(gather.dtype)) text += std::string(" ") + to_string(weight.accumulation);
+      if (weight.epilogue != agmm::Epilogue::Bias) {
+        text += std::string(" ") + to_string(weight.epilogue);
+      }
       text += " by " + agmm::in_words(weight.config);
     }
     return text + ")";
   }
 };
 
+bool is_gated(const agmm::Weight& weight) { return weight.epilogue == agmm::Epilogue::Gate; }
+
 bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
                        const std::vector<uintptr_t>& addresses, uintptr_t stream,
                        uintptr_t tile_times) {
   agmm::Gather gather = problem.gather;
   std::vector<agmm::Weight> weights = problem.weights;
-  Addresses at(addresses, 4 + 4 * weights.size());
+  const std::size_t gates = std::count_if(weights.begin(), weights.end(), is_gated);
+  Addresses at(addresses, 4 + 4 * weights.size() + 2 * gates);
   gather.a_shard = at.next<void>();
   gather.scales = at.next<float>();
   gather.a_out = at.next<void>();
@@ -166,6 +194,9 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
     weight.scales = at.next<float>();
     weight.bias = at.next<void>();
     weight.out = at.next<void>();
+    if (!is_gated(weight)) continue;
+    weight.b_up = at.next<void>();
+    weight.bias_up = at.next<void>();
   }
   return op(gather, weights, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
 }
@@ -176,19 +207,22 @@ void bind_gather(py::module_& m) {
   py::class_<MatmulProblem>(m, "MatmulProblem",
                             "A matmul without its tensors, made once for calls of one kind.")
       .def(py::init<const SizeTuple&, const BTuple&, const Format&, const KernelConfig&,
-                    const ChunksTuple&, int, int>(),
+                    const ChunksTuple&, int, int, const std::string&, int64_t>(),
            py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
            py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
+           py::arg("activation") = "", py::arg("up_leading") = 0,
            "size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how "
            "many chunks of A's rows and of its columns signals announce, and which is computed "
            "first. rank: the rank that the message of a wait that passes its limit names. "
-           "sm_count: CTAs at most; 0: all multiprocessors.")
+           "sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "
+           "\"silu\" or, of two weights of N columns each, gate and up, \"silu_mul\"; empty: "
+           "nothing. up_leading: the leading dimension of up, in the layout of b.")
       .def("__repr__", &MatmulProblem::str);
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
-        "out and signals; 0 where there is none.");
+        "out and signals, of a gate those of up and its bias too; 0 where there is none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -203,9 +237,12 @@ void bind_gather(py::module_& m) {
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
   py::class_<GatherWeight>(m, "GatherWeight", "A weight of a GatherProblem, without its tensors.")
-      .def(py::init<int, const BTuple&, const Format&, const KernelConfig&>(), py::arg("n"),
-           py::arg("b"), py::arg("format"), py::arg("config"),
-           "b: (whether B is column-major, its leading dimension).");
+      .def(py::init<int, const BTuple&, const Format&, const KernelConfig&, const std::string&,
+                    int64_t>(),
+           py::arg("n"), py::arg("b"), py::arg("format"), py::arg("config"),
+           py::arg("activation") = "", py::arg("up_leading") = 0,
+           "b: (whether B is column-major, its leading dimension). activation, up_leading: as "
+           "those of MatmulProblem.");
   py::class_<GatherProblem>(
       m, "GatherProblem",
       "An all-gather + matmul without its tensors, made once for calls of one kind.")
@@ -239,10 +276,12 @@ void bind_gather(py::module_& m) {
           "0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
-      .def("all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
-           py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
-           "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
-           "gathered scale_a, then of B, scale_b, bias and out of each weight; 0 where there is "
-           "none. tile_times: the address for the times of the first weight's tiles, or 0. Returns "
-           "whether the stream is being captured.");
+      .def(
+          "all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
+          py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+          "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
+          "gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up and its "
+          "bias too; 0 where there is none. tile_times: the address for the times of the first "
+          "weight's tiles, or 0. Returns "
+          "whether the stream is being captured.");
 }

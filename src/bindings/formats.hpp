@@ -72,6 +72,40 @@ struct Format {
   }
 };
 
+/// The epilogue that a caller's activation wants, by its name: "silu" of each sum, "silu_mul" of a
+/// gate. No name is Epilogue::Bias. Throws std::invalid_argument for the name of nothing.
+struct NamedEpilogue {
+  Epilogue epilogue = Epilogue::Bias;
+  Activation activation = Activation::Relu;
+
+  explicit NamedEpilogue(std::string const& name) {
+    if (name.empty()) return;
+    std::string const suffix = "_mul";
+    bool const is_gated = name.size() > suffix.size() &&
+                          name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
+    std::string const of_one = is_gated ? name.substr(0, name.size() - suffix.size()) : name;
+    for (Activation const one : {Activation::Relu, Activation::Relu2, Activation::Gelu,
+                                 Activation::GeluTanh, Activation::Silu}) {
+      if (of_one != to_string(one)) continue;
+      epilogue = is_gated ? Epilogue::Gate : Epilogue::Activation;
+      activation = one;
+      return;
+    }
+    throw std::invalid_argument("activation: found '" + name + "', wanted one that kernels have");
+  }
+
+  /// The columns of B for so many columns of each weight. Throws std::invalid_argument where they
+  /// are too many to count.
+  int32_t columns_of_b(int32_t n) const {
+    int32_t const weights = columns_per_out(epilogue);
+    if (n > kMaxSize / weights) {
+      throw std::invalid_argument("B: found N=" + std::to_string(n) + ", wanted at most " +
+                                  std::to_string(kMaxSize / weights));
+    }
+    return weights * n;
+  }
+};
+
 /// The addresses of a call's tensors, in the order in which its spec wants them; 0 is none.
 class Addresses {
  public:

@@ -63,6 +63,11 @@ KernelEntry const& check(AsyncInputArgs const& args) {
   require_aligned("A", operands.a);
   require_aligned("B", operands.b);
   require_aligned("out", operands.out);
+  if (columns_per_out(p.epilogue) == 2) {
+    require_multiple("up", "leading dimension", operands.ldb_up, alignment_of(p.dtype));
+    require_aligned("up", operands.b_up);
+    if (operands.bias_up != nullptr) require_aligned("bias_up", operands.bias_up);
+  }
   if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
   if (operands.bias != nullptr) require_aligned("bias", operands.bias);
   if (operands.a_out != nullptr) require_aligned("A", operands.a_out);

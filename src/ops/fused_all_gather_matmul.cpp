@@ -151,9 +151,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     bool const is_first = i == 0;
     CallSpec call;
     AsyncInputArgs& mm = call.matmul;
-    mm.problem = {all_rows,       weight.n,        gather.k,
-                  gather.dtype,   weight.b_layout, weight.accumulation,
-                  weight.epilogue};
+    mm.problem = {all_rows,        weight.n,         gather.k,
+                  gather.dtype,    weight.b_layout,  weight.accumulation,
+                  weight.epilogue, weight.activation};
     mm.config = weight.config;
     mm.operands = {
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
@@ -162,6 +162,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
         gathered.scales,         weight.scales,        true,
         weight.scale_per_column, gather.scales,        is_first ? gather.scales_out : nullptr,
         weight.scale_k_stride,   weight.scale_n_stride};
+    mm.operands.b_up = weight.b_up;
+    mm.operands.ldb_up = weight.ldb_up;
+    mm.operands.bias_up = weight.bias_up;
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import packed_work
 import rank_groups
 import torch
 import torch.distributed as dist
@@ -54,6 +55,18 @@ def gather_of(group: dist.ProcessGroup, rows: int, **settings: Any) -> Callable[
 
     def call() -> None:
         torch.testing.assert_close(agmm.all_gather_matmul(shard, B, group, **settings), A @ B)
+
+    return call
+
+
+def packed_of(group: dist.ProcessGroup, rows: int) -> Callable[[], None]:
+    """A call of `all_gather_matmul` with a weight of 4 bits, whose plans are those of another
+    matmul."""
+    weight, _ = packed_work.weight(16, 64, 32, seed=0, bias=False)
+    shard = torch.ones(rows, 64)
+
+    def call() -> None:
+        assert len(agmm.all_gather_matmul(shard, weight, group)) == rows * group.size()
 
     return call
 
@@ -279,6 +292,7 @@ def not_learnt(rows: int) -> Any:
             all_reduce_of(group, rows),
             gather_of(group, rows, strict=True),
             gather_of(group, rows, config="unfused"),
+            packed_of(group, rows),
         ):
             for _ in range(4):
                 call()

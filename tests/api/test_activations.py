@@ -1,10 +1,13 @@
 """Activations of all-gather + matmul: their errors, special numbers, refusals, gradients, what is
-said of them, and what becomes of them on CUDA, where no kernel has one."""
+said of them, and which of them a kernel computes on CUDA."""
 
 from __future__ import annotations
 
+import re
+import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import activation_work as work
@@ -15,17 +18,21 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import agmm
-from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported, forget_warnings
 from agmm.ops import gather as gather_flow
 from agmm.ops import recordings
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
+from agmm.ops.kernel_epilogues import not_of_fp8
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
-from agmm.planning import built_kernels, call_plans
+from agmm.planning import built_kernels, call_plans, cost_model, tables
+from agmm.planning.cost_model import default_kernels
+from agmm.planning.planner import Planner
+from agmm.planning.plans import Plan, Row
 from agmm.planning.problems import Problem
+from agmm.planning.tables import Key
 from agmm.planning.transports import FusedGather
-from agmm.runtime.epilogues import named
+from agmm.runtime.epilogues import Epilogue, named
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -300,7 +307,7 @@ def test_messages_of_mismatches_name_the_activation() -> None:
 
 
 class _OnCuda(PlainGather):
-    """A call of a kernel that computes products alone."""
+    """A call of a kernel that computes products, and the activation where a kernel has it."""
 
     def route(self) -> Route:
         return Route(KERNEL)
@@ -309,22 +316,31 @@ class _OnCuda(PlainGather):
         return mock.Mock(format="bf16")
 
     def ready_on_cuda(self, workspace: Any, kernels: Any, transport: FusedGather) -> Any:
-        return lambda A, Bs, biases: (A, None, [functional.linear(A, B.t()) for B in Bs])
+        assert len(kernels) == len(self.widths())
+        epilogue = self.in_kernel or (lambda products: products)
+        return lambda A, Bs, biases: (A, None, epilogue([functional.linear(A, B.t()) for B in Bs]))
 
 
-def _call(name: str | None, kind: type[PlainGather] = PlainGather, **options: Any) -> GatherCall:
+def _call(
+    name: str | None,
+    kind: type[PlainGather] = PlainGather,
+    *,
+    config: str = "",
+    Bs: list[torch.Tensor] | None = None,
+    **options: Any,
+) -> GatherCall:
     world = dist.group.WORLD
     assert world is not None
     A, B, _ = _operands("silu_mul")
-    settings = GatherSettings(epilogue=named(name, **options), return_A=True)
-    return kind(A, B, [None, None], world, settings)
+    settings = GatherSettings(epilogue=named(name, **options), return_A=True, config=config)
+    return kind(A, B if Bs is None else Bs, [None, None], world, settings)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_warnings()
     monkeypatch.setattr(gather_flow, "cuda_workspace", lambda *_: None)
-    monkeypatch.setattr(_OnCuda, "named_config", lambda _: (None, None))
+    monkeypatch.setattr(built_kernels, "kernels_of", lambda *_: ())
     planner = mock.Mock()
     planner.return_value.fused_plan.return_value.transport.why_illegal.return_value = None
     monkeypatch.setattr(call_plans, "planner", planner)
@@ -339,14 +355,13 @@ def _cuda_call(name: str | None, **options: Any) -> GatherCall:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_computes_what_no_kernel_has_and_says_so(cuda: None, name: str) -> None:
-    call = _cuda_call(name, saves_products=True)
+    call = _cuda_call(name)
     A, Bs, _ = _operands("silu_mul")
     products = [A @ B for B in Bs]
     message = f"agmm computes a part behind the kernel: activation: found '{name}', wanted one that"
     with pytest.warns(UserWarning, match=message):
         found: Gathered = serve(call)
-    wanted = [*work.activated(name, products), *products]
-    torch.testing.assert_close(found.outs, wanted)
+    torch.testing.assert_close(found.outs, work.activated(name, products))
     noted = [
         one
         for one in agmm.status().calls
@@ -368,14 +383,103 @@ def test_strict_refuses_what_no_kernel_has(cuda: None) -> None:
     assert len(serve(call).outs) == 2
 
 
-def test_a_kernel_is_looked_for_by_its_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = mock.Mock(op="all_gather_matmul", epilogue="silu_mul", is_fp8=False)
-    monkeypatch.setattr(_core, "kernel_facts", lambda: [facts])
-    built_kernels.has_epilogue.cache_clear()
-    has_epilogue = built_kernels.has_epilogue
-    try:
-        assert has_epilogue("all_gather_matmul", "bf16", "silu_mul")
-        assert not has_epilogue("all_gather_matmul", "bf16", "silu")
-        assert not has_epilogue("matmul_reduce_scatter", "bf16", "silu_mul")
-    finally:
-        built_kernels.has_epilogue.cache_clear()
+_KERNEL = default_kernels(epilogue="gate", b_layout="row")[0]
+
+
+@pytest.fixture
+def kernels(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build has the kernels of a default one."""
+
+    def kernels_of(op: str, form: str, *more: str) -> Any:
+        return default_kernels(op, "bfloat16", *more)
+
+    monkeypatch.setattr(built_kernels, "kernels_of", kernels_of)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_computes_what_it_has(kernels: None, name: str) -> None:
+    A, Bs, _ = _operands("silu_mul")
+    call = _cuda_call(name)
+    call.strict = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found: Gathered = serve(call)
+    torch.testing.assert_close(found.outs, work.activated(name, [A @ B for B in Bs]))
+    with mock.patch.object(call_plans, "problem_of") as asked:
+        PlainGather.problem(cast("PlainGather", call), 0)
+    is_gated = name in work.GATED
+    assert call.widths() == ([80] if is_gated else [40, 40])
+    assert asked.call_args.args[0][1] == call.widths()[0]
+    assert asked.call_args.kwargs["epilogue"] == ("gate" if is_gated else "activation")
+
+
+_BY_COLUMN = torch.ones(40, 64).t()
+BEHIND: list[tuple[str, dict[str, Any], str]] = [
+    ("silu", {"saves_products": True}, "save_preactivation: found True with activation 'silu', "),
+    ("silu_mul", {"Bs": [torch.ones(64, 40), _BY_COLUMN]}, "B: found gate and up in two layouts, "),
+    (
+        "gelu",
+        {"config": "256x128x64_2x1_cooperative"},
+        "config: found 256x128x64_2x1_cooperative with activation 'gelu', wanted one of 128x128x64",
+    ),
+    (
+        "silu_mul",
+        {"Bs": [torch.ones(64, 1).expand(64, 1 << 30)] * 2},
+        "B: found N=1073741824, wanted at most 10737",
+    ),
+    ("relu", {"config": "gather"}, "config: found 'gather' with activation 'relu', wanted none"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BEHIND, ids=lambda x: str(x)[:30])
+def test_what_no_kernel_can_compute_says_why(
+    kernels: None, name: str, options: dict[str, Any], message: str
+) -> None:
+    """Nothing is asked of the planner: ranks that name their kernels agree on no tables."""
+    call = _cuda_call(name, **options)
+    route = Route(KERNEL)
+    planner = call_plans.planner
+    assert isinstance(planner, mock.Mock)
+    assert (call.why_composed(route) or "").startswith(message)
+    assert not planner.called
+    call.strict = True
+    with pytest.raises(Unsupported, match=f"^{re.escape(message)}.*; strict=True refuses what is"):
+        serve(call)
+
+
+def test_operands_of_fp8_say_why(kernels: None) -> None:
+    assert not_of_fp8(Epilogue("silu")) == (
+        "activation: found 'silu' of fp8 operands, wanted operands of 16 bits in a kernel"
+    )
+
+
+def test_calls_with_and_without_an_epilogue_have_plans_of_their_own() -> None:
+    problem = Problem(4096, 7168, 8192, world_size=4)
+    gate, activation = (replace(problem, epilogue=name) for name in ("gate", "activation"))
+    planner = Planner(default_kernels)
+    names = {
+        problem_.epilogue: planner.fused_plan(problem_).kernel for problem_ in (gate, activation)
+    }
+    of_build = {kernel.kernel for kernel in default_kernels(epilogue="gate")}
+    assert {kernel.kernel for kernel in names.values() if kernel is not None} <= of_build
+    by_row = planner.fused_plan(replace(gate, b_layout="row")).kernel
+    assert by_row is not None and by_row.kernel == _KERNEL.kernel
+    timed = {plan.kernel.kernel for plan, _ in planner.alternatives(gate) if plan.kernel}
+    assert timed == of_build
+    assert Key.of(gate) != Key.of(problem) and len({gate, activation, problem}) == 3
+    assert planner.plan(gate) != planner.plan(problem)
+    behind_us = [
+        cost_model.unfused_us(one) - cost_model.unfused_us(problem) for one in (gate, activation)
+    ]
+    assert 0 < behind_us[0] < behind_us[1]
+
+
+def test_tables_keep_rows_of_an_epilogue_apart(tmp_path: Path) -> None:
+    problem = Problem(4096, 7168, 8192, epilogue="gate")
+    kernel = default_kernels(epilogue="gate")[0]
+    rows = {Key.of(problem): {4096: Row(4096, Plan("push", kernel), 100.0)}}
+    path = tmp_path / "table.json"
+    path.write_text(tables.to_text(problem.gpu, 1, rows))
+    table = tables.read(path)
+    assert table.by_key == rows
+    assert len(table.rows(problem)) == 1 and not table.rows(replace(problem, epilogue="bias"))

@@ -43,6 +43,8 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> None:
             accumulation=accumulation,
             is_fp8=dtype != _core.DType.bfloat16,
             timed=False,
+            epilogue="bias",
+            b_layout="column",
         )
 
     built = [

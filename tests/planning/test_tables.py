@@ -233,6 +233,7 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         '{"schema": 2, "rows": []}',
         '{"schema": 3, "rows": []}',
         '{"schema": 4, "rows": []}',
+        '{"schema": 5, "rows": []}',
         '{"schema": true, "rows": []}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4}}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4, "rows": [3]}}',
@@ -362,9 +363,9 @@ def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:
     path = folder / tables.file_name(GPU, 4)
     content = json.dumps({"schema": tables.SCHEMA + 1, "rows": {"in": "another way"}})
     path.write_text(content)
-    with pytest.warns(UserWarning, match="found schema 5, wanted at most 4"):
+    with pytest.warns(UserWarning, match="found schema 6, wanted at most 5"):
         assert tables.user(GPU, 4) is None
-    with pytest.raises(NewerSchema, match="found schema 5, wanted at most 4"):
+    with pytest.raises(NewerSchema, match="found schema 6, wanted at most 5"):
         tables.save(GPU, 4, [(KEY, row(1))])
     assert path.read_text() == content
 

@@ -472,6 +472,24 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "from: cost model" in result.output
 
 
+def test_explain_of_an_activation() -> None:
+    """Its plans are those of the kernels that compute it; a gate has the columns of two weights."""
+    shape = ["--m", "4096", "--n", "3584", "--k", "8192", "--tp", "4", "--gpu", "h200"]
+    result = _invoke("explain", *shape, "--activation", "silu_mul", "--json", "--all")
+    assert result.exit_code == 0
+    (found,) = json.loads(result.output)
+    assert (found["n"], found["epilogue"]) == (7168, "gate")
+    kernels = {
+        one["plan"].split(", ")[1].split("/")[0]
+        for one in found["alternatives"]
+        if "_" in one["plan"]
+    }
+    assert kernels == {"128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong"}
+    assert "gate in the kernel" in _invoke("explain", *shape, "--activation", "silu_mul").output
+    wrong = _invoke("explain", *shape, "--activation", "swish")
+    assert wrong.exit_code == 2 and "activation: found 'swish', wanted one of" in wrong.output
+
+
 def test_explain_of_several_shapes() -> None:
     where = ["--tp", "4", "--gpu", "h200"]
     result = _invoke("explain", "--shapes", "4096x3584x8192,65x8x8,64x3584x8192", *where)

@@ -33,6 +33,7 @@ message(STATUS "${{sources}}")
 ENTRY = re.compile(
     r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged)_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
     r"(?P<timed>_timed)?(_(?P<accumulation>fast|slow|block|block1x128))?"
+    r"(_(?P<epilogue>activation|gate))?"
     r"_(?P<dtype>bf16|fp16|e\dm\d(_e\dm\d)?)_(?P<layout>row|col)"
 )
 
@@ -45,6 +46,7 @@ class Entry:
     config: KernelConfig
     timed: bool
     accumulation: str | None
+    epilogue: str | None
     dtype: str
     layout: str
 
@@ -57,6 +59,7 @@ class Entry:
             KernelConfig.parse(found["config"]),
             found["timed"] is not None,
             found["accumulation"],
+            found["epilogue"],
             found["dtype"],
             found["layout"],
         )
@@ -94,6 +97,11 @@ class Entry:
                 ("row" if self.layout == "row" else "column") in config.stores_A,
             ),
             ("k", schedule, config.tile_k, self.accumulation is None),
+            ("epilogues", self.op, self.epilogue),
+            (
+                "halves of B",
+                self.epilogue == "gate" and (config.cluster_m, self.layout),
+            ),
         }
 
 
@@ -261,7 +269,11 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         ({"op": "matmul_reduce_scatter", "swapped": True}, "swapped: found True, wanted false"),
         ({"op": "matmul_all_reduce"}, "schedule: found 'cooperative', wanted pingpong"),
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
-        ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain"),
+        ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain, activation, gate"),
+        ({"epilogue": "gate", "timed": True}, "epilogue: found 'gate', wanted plain but for all_"),
+        (FP8 | {"epilogue": "activation"}, "epilogue: found 'activation', wanted plain but for"),
+        ({"epilogue": "gate", "cluster": "1x2"}, "epilogue: found 'gate', wanted no gate with sw"),
+        ({"epilogue": "gate", "tile": "128x192x64"}, "tile: .*, wanted a multiple of 128 columns"),
         ({"tiles": "128x256x64"}, "tiles: found it, wanted only op, tile, cluster, "),
     ],
     ids=str,
@@ -277,7 +289,8 @@ def test_a_row_wants_all_fields_and_its_kernels_once() -> None:
         _parsed({name: value for name, value in RIGHT.items() if name != "cluster"})
     with pytest.raises(ValueError, match=r"row 2, .*: tile: found a kernel of an earlier row"):
         _parsed(RIGHT, RIGHT | {"formats": ["fp16"]})
-    assert len(_parsed(RIGHT, RIGHT | FP8, RIGHT | {"timed": True})) == 3
+    others = RIGHT | FP8, RIGHT | {"timed": True}, RIGHT | {"epilogue": "gate"}
+    assert len(_parsed(RIGHT, *others)) == 4
 
 
 def test_a_wrong_table_stops_a_build(tmp_path: Path) -> None:

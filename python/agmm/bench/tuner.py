@@ -28,6 +28,7 @@ from agmm.bench.tuning_session import TuningOptions, Verdict, begin, check, firs
 from agmm.bench.way import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
+from agmm.planning.op_plans import gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, KernelConfig, Problem
@@ -140,7 +141,7 @@ def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[O
         packaged = tables.packaged(first.gpu, options.world_size)
         found = [table for table in (own, packaged) if table is not None]
         planner = Planner(kernels_of, found)
-        kernels = kernels_of(first.op, first.format)
+        kernels = gather_kernels(first, kernels_of)
         problems = [replace(first, m=s.M, n=s.N, k=s.K) for s in options.shapes]
         done = _from_rank_0([own is not None and _is_done(own, p) for p in problems])
         wanted = [

@@ -219,3 +219,11 @@ class ExplainOptions:
     scaling: ScalingOf = None
     return_a: ReturnA = False
     b_layout: LayoutOfB = None
+    activation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What becomes of the product, such as silu; with silu_mul --n is that of gate and "
+            "of up.",
+        ),
+    ] = None

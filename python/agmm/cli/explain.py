@@ -16,7 +16,7 @@ from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.legality import why_unfused
-from agmm.planning.op_plans import Choice, KernelsOf
+from agmm.planning.op_plans import Choice, KernelsOf, gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, Plan
 from agmm.planning.problems import (
@@ -25,6 +25,7 @@ from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     OPS,
+    PLAIN,
     Problem,
 )
 from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
@@ -149,7 +150,8 @@ def explain(
     return Explanation(
         asked,
         f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
-        + (", A returned" if problem.return_A else ""),
+        + (", A returned" if problem.return_A else "")
+        + ("" if problem.epilogue == PLAIN else f", {problem.epilogue} in the kernel"),
         plan,
         reason,
         on_one_host=on_one_host,
@@ -173,6 +175,7 @@ def _asked(problem: Problem, operands: str | None) -> dict[str, Any]:
         "operands": operands or problem.format,
         "b_layout": problem.b_layout,
         "return_A": problem.return_A,
+        "epilogue": problem.epilogue,
         "ranks": problem.world_size,
         "gpu": problem.gpu,
     }
@@ -181,12 +184,32 @@ def _asked(problem: Problem, operands: str | None) -> dict[str, Any]:
 def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
     """Whether it is an all-gather + matmul that this build has a kernel for."""
     illegal = why_unfused(problem.format, problem.n, problem.k)
-    kernels = planner.kernels_of(problem.op, problem.format)
+    kernels = gather_kernels(problem, planner.kernels_of)
     return problem.op == ALL_GATHER_MATMUL and illegal is None and bool(kernels)
 
 
 def is_collective(op: str) -> bool:
     return op in (*get_args(Kind), NORM)
+
+
+def with_activation(problem: Problem, activation: str) -> Problem:
+    """The problem of a kernel that computes an activation, where there may be one; n is that of a
+    weight.
+
+    Raises InvalidArgument for the name of no activation, and for other ops than an all-gather ->
+    matmul.
+    """
+    from agmm.runtime.epilogues import named  # it needs torch
+
+    epilogue = named(activation)
+    if epilogue is None or problem.op != ALL_GATHER_MATMUL:
+        raise InvalidArgument(
+            f"activation: found {activation!r} with {problem.op}, wanted {ALL_GATHER_MATMUL}"
+        )
+    if problem.gpu == CPU or problem.format.startswith("float8"):  # no kernel of its own
+        return replace(problem, n=problem.n * (2 if epilogue.is_gated else 1))
+    columns = 2 * problem.n if epilogue.is_gated else problem.n
+    return replace(problem, n=columns, epilogue=epilogue.kernel)
 
 
 def check_columns(kind: str, n: int | None) -> None:

@@ -58,7 +58,8 @@ def _run_file(options: ExplainOptions) -> None:
     assert options.file is not None
     if any(given is not None for given in (options.m, options.n, options.k)):
         raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
-    of_shape = ("op", "dtype", "scaling", "return_a", "b_layout", "shapes", "model", "tokens")
+    of_call = "op", "dtype", "scaling", "return_a", "b_layout", "activation"
+    of_shape = *of_call, "shapes", "model", "tokens"
     given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in of_shape}
     from_file.refuse(given)
     from_file.explain(
@@ -73,7 +74,7 @@ def _run_file(options: ExplainOptions) -> None:
 def _collective(
     options: ExplainOptions, kind: str, ranks: int, gpu: str, dtype: DType
 ) -> Explanation:
-    for name in ("shapes", "model", "tokens", "scaling", "return_a", "b_layout"):
+    for name in ("shapes", "model", "tokens", "scaling", "return_a", "b_layout", "activation"):
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with {kind}, wanted --m rows by --k")
@@ -133,5 +134,7 @@ def _product(
     there = replace(called, gpu=gpu, sm_count=gpu_names.HOPPERS.get(gpu, 0))
     layout = (options.b_layout or Layout.column).value
     problem = replace(there, return_A=options.return_a, b_layout=layout)
+    if options.activation is not None:
+        problem = explain.with_activation(problem, options.activation)
     scaling = None if options.scaling is None else options.scaling.value
     return explain.explain_any(problem, scaling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.ops.recordings import RecordedCall
-from agmm.planning.problems import Problem
+from agmm.ops.seen import BY_AGMM
+from agmm.planning.problems import CPU, Problem
 from agmm.planning.shapes import Shape
+from agmm.runtime.epilogues import Epilogue
 
 
 def is_recorded(shapes: ShapeOptions) -> bool:
@@ -140,6 +143,10 @@ def _explained(call: RecordedCall, gpu: str) -> Explanation | InvalidArgument:
         gpu=gpu,
         sm_count=gpu_names.HOPPERS.get(gpu, 0),
     )
+    if kind.activation is not None and kind.by in BY_AGMM:
+        epilogue = Epilogue(kind.activation)
+        if gpu != CPU and not kind.dtype.startswith("float8"):
+            problem = replace(problem, epilogue=epilogue.kernel)
     if kind.b_layout == "packed":
         return InvalidArgument("call: agmm has one way for weights of 4 bits")
     if 0 in (problem.m, problem.n, problem.k):

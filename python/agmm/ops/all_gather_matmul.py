@@ -175,9 +175,10 @@ def all_gather_matmul(
             ``"silu"``, of each product with its bias; or a gated one, ``"silu_mul"``,
             ``"gelu_mul"`` or ``"gelu_tanh_mul"``, of two weights of one shape, gate and up:
             ``silu(A @ gate) * (A @ up)``, one result. Computed in float32 (float64 for float64),
-            by the CPU backend before the one rounding to the dtype of A_shard. On CUDA no kernel
-            has it yet: torch's ops compute it behind the kernel, of rounded products, which
-            `status` says. Real floating-point types only.
+            before the one rounding to the dtype of A_shard: by the CPU backend, and on CUDA by the
+            kernel. Where no kernel can, as with ``save_preactivation`` and gradients, torch's ops
+            compute it behind the kernel, of rounded products, which one warning and `status` say.
+            Real floating-point types only.
         strict: raise `Unsupported` instead of taking the unfused path
             (``all_gather_into_tensor`` + ``matmul``) with one warning, or of computing an
             activation behind the kernel.

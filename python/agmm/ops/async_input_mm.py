@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ import torch
 from agmm import errors
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad, check_same
-from agmm.ops.gather import why_composed
 from agmm.ops.kept import kind_of
+from agmm.ops.kernel_epilogues import why_behind
 from agmm.ops.library import library
 from agmm.planning import call_plans, heuristics, legality
-from agmm.planning.problems import KernelConfig
+from agmm.planning.problems import PLAIN, KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 from agmm.runtime.epilogues import Epilogue, named
 
@@ -71,23 +72,26 @@ def _async_input_mm_cuda(
     activation: str = "",
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if activation or up is not None:
-        given = a, b, a_chunk_signals, a_chunk_pivot
-        bs, epilogue = _weights(*given, activation, up)
-        assert epilogue is not None  # else there is no use for up
-        errors.compose(why_composed(epilogue), strict=False)
-        (out,) = epilogue([_async_input_mm_cuda(a, one, *given[2:]) for one in bs])
-        return out
-    key = (*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot)
+    key: tuple[Any, ...] = (
+        *(*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot),
+        *((activation, up is not None and kind_of(up)) if activation or up is not None else ()),
+    )
     call = _ready.get(key)
     if call is None:
+        given = a, b, a_chunk_signals, a_chunk_pivot
         if 0 in (*a.shape[:1], *b.shape[1:]):  # which are not checked yet
-            return _async_input_mm_fake(a, b, a_chunk_signals, a_chunk_pivot)
-        call = _checked_on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
+            return _async_input_mm_fake(*given, activation, up)
+        bs, epilogue = _weights(*given, activation, up)
+        reason = None if epilogue is None else why_behind(epilogue, bs)
+        if epilogue is not None and reason is not None:
+            errors.compose(reason, strict=False)
+            (out,) = epilogue([_async_input_mm_cuda(a, one, *given[2:]) for one in bs])
+            return out
+        call = _checked_on_cuda(*given, epilogue, up)
         if len(_ready) >= _MAX_CALLS:
             _ready.clear()
         _ready[key] = call
-    return call(a, b, a_chunk_signals)
+    return call(a, b, a_chunk_signals, up=None if up is None else (up, None))
 
 
 def why_no_kernel(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor) -> str | None:
@@ -104,14 +108,21 @@ def why_no_kernel(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tenso
 
 
 def _checked_on_cuda(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    epilogue: Epilogue | None,
+    up: torch.Tensor | None,
 ) -> cuda_calls.ReadyMatmul:
-    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    """The call for operands that are checked, but for what a kernel wants of them."""
     reason = why_no_kernel(a, b, a_chunk_signals)
+    if reason is None and up is not None:
+        reason = cuda_calls.why_b_unfused(up, "up")
     if reason is not None:
         raise InvalidArgument(reason)
-    kernel = _kernel(a, b, a_chunk_signals)
-    return cuda_calls.ready_matmul(a, b, a_chunk_signals, a_chunk_pivot, kernel)
+    kernel = _kernel(a, b, a_chunk_signals, epilogue=epilogue)
+    return cuda_calls.ready_matmul(a, b, a_chunk_signals, a_chunk_pivot, kernel, up=up)
 
 
 def _kernel(
@@ -119,18 +130,28 @@ def _kernel(
     b: torch.Tensor,
     a_chunk_signals: torch.Tensor | None,
     config: KernelConfig | None = None,
+    epilogue: Epilogue | None = None,
 ) -> cuda_calls.Kernel:
     """The kernel of ``config``, or the planner's where that is None."""
-    chosen = _planned(a, b, a_chunk_signals) if config is None else config
-    return cuda_calls.Kernel(chosen.core, cuda_calls.plain_format("a", a))
+    chosen = _planned(a, b, a_chunk_signals, epilogue) if config is None else config
+    activation = "" if epilogue is None else epilogue.activation
+    return cuda_calls.Kernel(chosen.core, cuda_calls.plain_format("a", a), activation)
 
 
 def _planned(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    epilogue: Epilogue | None,
 ) -> KernelConfig:
     (m, k), n = a.shape, b.shape[1]
-    column_major = b.stride(0) == 1
-    problem = call_plans.problem_of((m, n, k), a.dtype, a.device, column_major=column_major)
+    problem = call_plans.problem_of(
+        (m, 2 * n if epilogue is not None and epilogue.is_gated else n, k),
+        a.dtype,
+        a.device,
+        column_major=b.stride(0) == 1,
+        epilogue=PLAIN if epilogue is None else epilogue.kernel,
+    )
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
     chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
@@ -157,6 +178,33 @@ def on_cuda(
     kernel = _kernel(a, b, a_chunk_signals, config)
     call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
     return call(a, b, a_chunk_signals, bias=bias, tile_times=tile_times)
+
+
+def activated_on_cuda(
+    a: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    epilogue: Epilogue,
+    *,
+    config: KernelConfig | None = None,
+    biases: Sequence[torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
+    """The epilogue of ``a @ b + bias`` for one weight, of a gated activation for two, by one
+    kernel. Arguments are as those of `on_cuda`.
+
+    Raises:
+        InvalidArgument: no kernel can take the operands; the message says why.
+    """
+    reason = why_behind(epilogue, bs, config)
+    if reason is not None:
+        raise InvalidArgument(reason)
+    b, *more = bs
+    up = more[0] if more else None
+    kernel = _kernel(a, b, a_chunk_signals, config, epilogue)
+    call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, up=up)
+    second = None if up is None else (up, biases[1])
+    return call(a, b, a_chunk_signals, bias=biases[0], up=second)
 
 
 def _async_input_mm_fake(

@@ -13,7 +13,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops.async_input_mm import check_up
 from agmm.ops.checks import check_no_backward
 from agmm.ops.fp8_operands import Fp8Weights, ready_matmul_of, rows_of
-from agmm.ops.gather import why_composed
+from agmm.ops.kernel_epilogues import not_of_fp8
 from agmm.ops.library import define
 from agmm.ops.scaled_checks import check_scaled_async_input
 from agmm.planning.problems import KernelConfig
@@ -99,7 +99,7 @@ def _on_cuda(call: _Arguments) -> torch.Tensor:
     ]
     if epilogue is None:
         return products[0]
-    errors.compose(why_composed(epilogue), strict=False)
+    errors.compose(not_of_fp8(epilogue), strict=False)
     return epilogue(products)[0]
 
 

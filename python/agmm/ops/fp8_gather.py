@@ -16,6 +16,7 @@ from agmm.ops import scaled_products
 from agmm.ops.fp8_behind_gather import behind_gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
+from agmm.ops.kernel_epilogues import not_of_fp8
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
@@ -113,6 +114,9 @@ class Fp8Gather(GatherCall):
         if self.device.type != "cuda":
             return torch.float32
         return torch.bfloat16 if dtype in FP8 else dtype
+
+    def why_no_kernel_has(self, epilogue: Epilogue) -> str | None:
+        return not_of_fp8(epilogue)
 
     def behind(self, epilogue: Epilogue) -> Behind:
         return _Behind(epilogue, self.given.out_dtypes, self.given.result_scales)

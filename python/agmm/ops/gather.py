@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
+from agmm.ops.kernel_epilogues import not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
-from agmm.planning import built_kernels, call_plans, plans
+from agmm.planning import call_plans, plans
 from agmm.planning.plans import Plan
-from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -179,12 +181,38 @@ class GatherCall(OpCall[Gathered]):
         return products
 
     def why_composed(self, route: Route) -> str | None:
+        if self.settings.epilogue is None or self.device.type != "cuda":
+            return None
+        asked = self.named_config()[1]
+        if asked is not None and asked == plans.GATHERED.transport:
+            name = self.settings.epilogue.activation
+            return f"config: found {self.settings.config!r} with activation {name!r}, wanted none"
+        return self.why_behind  # where a plan has chosen the gather, there is no kernel to have it
+
+    @cached_property
+    def why_behind(self) -> str | None:
+        """The reason why no kernel computes the call's epilogue on CUDA, or None; None too where
+        there is no epilogue. The same on all ranks, and found without a plan."""
         epilogue = self.settings.epilogue
         if epilogue is None or self.device.type != "cuda":
             return None
-        form = self.problem(0).format
-        has_one = built_kernels.has_epilogue(ALL_GATHER_MATMUL, form, epilogue.activation)
-        return None if has_one and route.by == KERNEL else why_composed(epilogue)
+        return self.why_no_kernel_has(epilogue)
+
+    def why_no_kernel_has(self, epilogue: Epilogue) -> str | None:
+        """Return `why_behind` of an epilogue, for operands of this kind."""
+        return not_built(epilogue)
+
+    @property
+    def in_kernel(self) -> Epilogue | None:
+        """The epilogue that a kernel on CUDA computes, or None."""
+        is_behind = self.device.type != "cuda" or self.why_behind is not None
+        return None if is_behind else self.settings.epilogue
+
+    def widths(self) -> list[int]:
+        """The columns of B that each kernel multiplies: one behind a gate has those of both
+        weights."""
+        epilogue, columns = self.in_kernel, self.columns()
+        return [sum(columns)] if epilogue is not None and epilogue.is_gated else columns
 
     def also_agreed(self) -> str:
         """What else has to be the same on all ranks, after a comma."""
@@ -216,7 +244,7 @@ class GatherCall(OpCall[Gathered]):
             return Route(LIBRARY, None if wanted else reason)
         is_one = True
         if self.may_choose:
-            is_one = self.device.type == "cpu" or len(self.columns()) == 1
+            is_one = self.device.type == "cpu" or len(self.widths()) == 1
             planned = self.choose(self.problem(None), one_kernel=is_one)
         if planned is not None and _goes_by_messages(planned.transport):
             if self.is_for_library():
@@ -264,6 +292,8 @@ class GatherCall(OpCall[Gathered]):
             workspace = cuda_workspace(self.group, self.device)
             kernels, transport = self._kernels(route.plan)
             ready = self.ready_on_cuda(workspace, kernels, transport)
+            if self.in_kernel is not None:
+                return ready
         epilogue = self.settings.epilogue
         return ready if epilogue is None else _Composed(ready, self.behind(epilogue))
 
@@ -287,7 +317,7 @@ class GatherCall(OpCall[Gathered]):
         """A kernel for each weight, and the transport of the first."""
         kernel, transport = self.named_config()
         found: list[KernelConfig] = []
-        for i in range(len(self.columns())):
+        for i in range(len(self.widths())):
             problem = self.problem(i)
             if plan is not None:
                 chosen = plan
@@ -308,12 +338,6 @@ class GatherCall(OpCall[Gathered]):
             found.append(chosen.kernel)
         assert isinstance(transport, FusedGather)  # no other is legal with a kernel
         return found, transport
-
-
-def why_composed(epilogue: Epilogue) -> str:
-    """Why torch's ops compute an activation behind a kernel."""
-    name = epilogue.activation
-    return f"activation: found {name!r}, wanted one that a kernel of this build has"
 
 
 class _Composed(NamedTuple):

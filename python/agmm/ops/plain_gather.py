@@ -12,9 +12,10 @@ import torch.distributed as dist
 from agmm.ops import kept, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
+from agmm.ops.kernel_epilogues import why_behind
 from agmm.ops.pipeline import Ready, serve
 from agmm.planning import call_plans, legality
-from agmm.planning.problems import KernelConfig, Problem
+from agmm.planning.problems import PLAIN, KernelConfig, Problem
 from agmm.planning.transports import FusedGather
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call
@@ -22,6 +23,7 @@ from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_gather import ready_gather
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import reshaped
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -87,7 +89,7 @@ class PlainGather(GatherCall):
         return reason
 
     def problem(self, weight: int | None) -> Problem:
-        columns, B = self.columns(), self.Bs[weight or 0]
+        columns, B, epilogue = self.widths(), self.Bs[weight or 0], self.in_kernel
         k = self.A_shard.shape[-1]
         layout = b_layout(B)
         n = sum(columns) if weight is None else columns[weight]
@@ -98,17 +100,26 @@ class PlainGather(GatherCall):
             group=self.group,
             return_A=self.settings.return_A,
             column_major=layout.column_major if layout is not None else B.stride(0) == 1,
+            epilogue=PLAIN if epilogue is None else epilogue.kernel,
         )
+
+    def why_no_kernel_has(self, epilogue: Epilogue) -> str | None:
+        kernel, _ = self.named_config()
+        plan = self.settings.plan
+        if plan is not None and plan.kernel is not None:
+            kernel = plan.kernel
+        return why_behind(epilogue, self.Bs, kernel)
 
     def ready_on_cuda(
         self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
-        form = plain_format("A_shard", self.A_shard)
+        form, epilogue = plain_format("A_shard", self.A_shard), self.in_kernel
+        activation = "" if epilogue is None else epilogue.activation
         return ready_gather(
             workspace,
             self.A_shard,
             self.Bs,
-            [Kernel(kernel.core, form) for kernel in kernels],
+            [Kernel(kernel.core, form, activation) for kernel in kernels],
             return_A=self.settings.return_A,
             transport=transport.core_arguments(),
         )

@@ -12,13 +12,19 @@ from agmm.runtime import kernels
 
 
 @cache
-def kernels_of(op: str, name: str) -> tuple[KernelConfig, ...]:
+def kernels_of(
+    op: str, name: str, epilogue: str = kernels.PLAIN, b_layout: str = ""
+) -> tuple[KernelConfig, ...]:
     """The kernels of this build to choose from, in any order and raster, by op and name of a
     format. The kernels of a matmul + all-reduce send finished tiles too; its plan that scatters has
-    a kernel of a matmul + reduce-scatter."""
+    a kernel of a matmul + reduce-scatter. Few kernels have another epilogue, and not all of them
+    for both layouts of B; these are named for operands of 16 bits alone."""
     of = formats.of(name)
     if of.kind == formats.BITS_16:
-        found = kernels.built(op)
+        dtype = "" if epilogue == kernels.PLAIN else of.operands
+        found = kernels.built(op, dtype, epilogue=epilogue, b_layout=b_layout)
+    elif epilogue != kernels.PLAIN:
+        return ()
     elif of.kind == formats.FP8:
         found = kernels.built(op, of.operands, of.accumulation)
     else:
@@ -37,7 +43,7 @@ def has_epilogue(op: str, name: str, epilogue: str) -> bool:
     """Whether this build has a kernel with such an epilogue, by op and name of a format.
 
     Args:
-        epilogue: as `_core.KernelFacts.epilogue` names it: an activation, or "residual".
+        epilogue: as `_core.KernelFacts.epilogue` names it, or "residual".
     """
     is_fp8 = formats.of(name).kind == formats.FP8
     return any(

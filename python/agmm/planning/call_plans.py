@@ -47,6 +47,7 @@ def problem_of(
     return_A: bool = False,
     column_major: bool = True,
     has_all_sms: bool = False,
+    epilogue: str = problems.PLAIN,
 ) -> Problem:
     """The problem of a group's call, whose facts are collective at first use, or of a call of one
     rank that has all of the GPU to itself.
@@ -57,6 +58,7 @@ def problem_of(
         device: where the operands are.
         column_major: whether B is.
         has_all_sms: a group's call leaves no multiprocessors to other groups, as the library's do.
+        epilogue: `Problem.epilogue`.
     """
     m, n, k = shape
     facts = _facts(group, device)
@@ -72,6 +74,7 @@ def problem_of(
         gpu=gpu_of(group, device),
         sm_count=facts.all_sms if has_all_sms else facts.sm_count,
         peer_atomics=facts.peer_atomics,
+        epilogue=epilogue,
     )
 
 

@@ -28,7 +28,7 @@ FP8_FORMATS = ("e4m3", "e4m3_e5m2", "e5m2_e4m3")
 B_LAYOUTS = ("row", "column")
 SCHEDULES = ("cooperative", "pingpong")
 ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
-EPILOGUES = {"plain": "Bias"}
+EPILOGUES = {"plain": "Bias", "activation": "Activation", "gate": "Gate"}
 """The epilogues, with their names in `agmm::Epilogue`."""
 
 _LAYOUTS_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
@@ -39,6 +39,8 @@ _MOST_CTAS_OF_A_CLUSTER = 2
 """The most CTAs of a cluster. Clusters of 4 would leave multiprocessors without one."""
 _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
+_COLUMNS_OF_HALVES = 128
+"""The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
 _MOST_CHARACTERS = 60
 """The most characters of a row that a message shows."""
 
@@ -94,12 +96,15 @@ def rows() -> tuple[KernelRow, ...]:
     return parse(TABLE.read_text(), TABLE.name)
 
 
-def rows_of(kernels: str, op: str, *, is_fp8: bool = False) -> tuple[KernelRow, ...]:
+def rows_of(
+    kernels: str, op: str, *, is_fp8: bool = False, epilogue: str = "plain"
+) -> tuple[KernelRow, ...]:
     """The rows that a build with these AGMM_KERNELS has for an op, timed ones left out."""
+    wanted = op, is_fp8, False, epilogue
     return tuple(
         row
         for row in rows()
-        if kernels in row.sets and (row.op, row.is_fp8, row.timed) == (op, is_fp8, False)
+        if kernels in row.sets and (row.op, row.is_fp8, row.timed, row.epilogue) == wanted
     )
 
 
@@ -124,7 +129,8 @@ def parse(text: str, name: str) -> tuple[KernelRow, ...]:
     for number, given in enumerate(table["kernels"], 1):
         where = f"{name}: row {number}, {_short(given)}"
         row = _row({**table["defaults"], **given}, where)
-        kernels = {(row.op, row.kernel, row.accumulation, *each) for each in row.operands("all")}
+        shape = row.op, row.kernel, row.accumulation, row.epilogue
+        kernels = {(*shape, *each) for each in row.operands("all")}
         if seen & kernels:
             raise ValueError(f"{where}: tile: found a kernel of an earlier row, wanted it once")
         seen |= kernels
@@ -175,6 +181,13 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
         yield "accumulation", "fast with operands of 16 bits"
     if row.op != GATHER and row.swapped:
         yield "swapped", f"false with {row.op}"
+    if row.epilogue != "plain":
+        if row.op != GATHER or row.is_fp8 or row.timed:
+            yield "epilogue", f"plain but for {GATHER} of operands of 16 bits, not timed"
+        if row.epilogue == "gate" and (row.swapped or row.cluster[1] != 1):
+            yield "epilogue", "no gate with swapped, or a cluster of more than a tile along N"
+        if row.epilogue == "gate" and row.tile[1] % _COLUMNS_OF_HALVES:
+            yield "tile", f"a multiple of {_COLUMNS_OF_HALVES} columns with a gate"
     if row.op == ALL_REDUCE:
         if (row.schedule, row.cluster) != ("pingpong", (1, 1)):
             yield "schedule", f"pingpong, in clusters of 1x1, with {row.op}"

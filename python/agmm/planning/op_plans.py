@@ -18,14 +18,24 @@ from agmm.planning.problems import (
     CPU,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
+    PLAIN,
     KernelConfig,
     Problem,
 )
 from agmm.planning.search import Search
 from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER
 
-KernelsOf = Callable[[str, str], Sequence[KernelConfig]]
-"""The kernels to choose from, by op and name of a format."""
+KernelsOf = Callable[..., Sequence[KernelConfig]]
+"""The kernels to choose from, by op and name of a format; those of another epilogue than `PLAIN` by
+its name and the layout of B too."""
+
+
+def gather_kernels(problem: Problem, kernels_of: KernelsOf) -> Sequence[KernelConfig]:
+    """The kernels that an all-gather -> matmul is asked for."""
+    if problem.epilogue == PLAIN:
+        return kernels_of(problem.op, problem.format)
+    return kernels_of(problem.op, problem.format, problem.epilogue, problem.b_layout)
+
 
 NO_KERNEL = "no kernel of this build serves it"
 
@@ -103,7 +113,7 @@ class GatherPlans:
         if problem.gpu != CPU:
             self.why_unfused = why_unfused(problem.format, problem.n, problem.k)
             if self.why_unfused is None:
-                self.kernels = kernels_of(problem.op, problem.format)
+                self.kernels = gather_kernels(problem, kernels_of)
         self._search = Search(problem, self.kernels)
 
     def favourite(self, here: Here, fused: bool) -> Found:

@@ -10,6 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 from agmm import _core
+from agmm.runtime import kernels
+
+PLAIN = kernels.PLAIN
+"""The value of `Problem.epilogue` for a bias or none."""
 
 ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
@@ -176,7 +180,9 @@ class Problem:
     ``format`` is the name of a `formats.Format`. ``b_layout`` is ``"column"`` (a transposed
     ``[n, k]`` weight) or ``"row"``; ``gpu`` the name of `agmm.planning.tables.gpu_name`, or `CPU`;
     ``sm_count`` the multiprocessors for the matmul, 0 for all that the GPU's constants name;
-    ``peer_atomics`` whether links carry out atomic additions.
+    ``peer_atomics`` whether links carry out atomic additions. ``epilogue`` is the one that the
+    kernel has, as `_core.KernelFacts.epilogue` says it; with ``"gate"`` n counts the columns of
+    both weights.
     """
 
     m: int
@@ -191,3 +197,4 @@ class Problem:
     gpu: str = DEFAULT_GPU
     sm_count: int = 0
     peer_atomics: bool = True
+    epilogue: str = PLAIN

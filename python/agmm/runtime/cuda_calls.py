@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import InvalidArgument
+from agmm.runtime.epilogues import GATED
 from agmm.runtime.streams import stream_of
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
@@ -42,6 +43,13 @@ class Kernel(NamedTuple):
 
     config: _core.KernelConfig
     format: _core.Format
+    activation: str = ""
+    """What the kernel makes of its sums, by the name in `epilogues.ACTIVATIONS`; a gated one has
+    two weights."""
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -103,6 +111,22 @@ def bias_pointer(bias: torch.Tensor | None, copies: list[torch.Tensor]) -> int:
     return aligned_pointer(bias, copies)
 
 
+Up = tuple[torch.Tensor, torch.Tensor | None]
+"""The second weight of a gate, and its bias."""
+
+
+def up_pointers(up: Up | None, copies: list[torch.Tensor]) -> tuple[int, int]:
+    """The addresses of a second weight and its bias, as the core wants them behind the others."""
+    assert up is not None  # a gate has two weights
+    return aligned_pointer(up[0], copies), bias_pointer(up[1], copies)
+
+
+def up_leading(up: torch.Tensor | None) -> int:
+    """The leading dimension of a second weight; 0 where there is none."""
+    layout = None if up is None else b_layout(up)
+    return 0 if layout is None else layout.leading
+
+
 def scale_pointer(scale: torch.Tensor, alignment: int, copies: list[torch.Tensor]) -> int:
     """The address of scales that a kernel reads as they lie, or that of a copy in ``copies`` where
     they are not contiguous at multiples of ``alignment`` bytes; 0: they may lie anyhow. Scales that
@@ -161,6 +185,7 @@ class ReadyMatmul(NamedTuple):
     out_dtype: torch.dtype
     b_scale_alignment: int
     needs_scratch: bool
+    is_gated: bool = False
 
     def __call__(
         self,
@@ -172,6 +197,7 @@ class ReadyMatmul(NamedTuple):
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
         tile_times: torch.Tensor | None = None,
+        up: Up | None = None,
     ) -> torch.Tensor:
         """Multiply each row chunk of ``a``, and its scales, once its signal is 1.
 
@@ -183,11 +209,12 @@ class ReadyMatmul(NamedTuple):
             scale_a, scale_b: float32, of fp8 operands; with signals, ``scale_a`` is contiguous.
             tile_times: uint8, where the kernel records when each tile waited and ran (timed
                 kernels).
+            up: the second weight of a gate, and its bias.
 
         Raises:
             InvalidArgument: the kernel cannot take the operands; the message says why.
         """
-        problem, out_shape, dtype, b_scale_alignment, needs_scratch = self
+        problem, out_shape, dtype, b_scale_alignment, needs_scratch, is_gated = self
         out = new_on_gpu(a, out_shape, (out_shape[1], 1), dtype)
         if 0 in out_shape:
             return out
@@ -207,6 +234,7 @@ class ReadyMatmul(NamedTuple):
                         bias_pointer(bias, copies),
                         out.data_ptr(),
                         0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
+                        *(up_pointers(up, copies) if is_gated else ()),
                     ),
                     stream_of(a.device),
                     0 if tile_times is None else tile_times.data_ptr(),
@@ -239,6 +267,7 @@ def ready_matmul(
     kernel: Kernel,
     *,
     sm_count: int = 0,
+    up: torch.Tensor | None = None,
 ) -> ReadyMatmul:
     """The call for operands of this kind.
 
@@ -247,6 +276,7 @@ def ready_matmul(
         pivot: the first row chunk to compute, where they are computed one after the other.
         sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
             they take no longer.
+        up: the second weight of a gate, in the layout of ``b``.
 
     Raises:
         InvalidArgument: ``b`` is neither row-major nor column-major.
@@ -269,11 +299,14 @@ def ready_matmul(
             chunks=(chunks_m, chunks_k, pivot),
             rank=dist.get_rank() if dist.is_initialized() else 0,
             sm_count=sm_count,
+            activation=kernel.activation,
+            up_leading=up_leading(up),
         ),
         (m, b.shape[1]),
         kernel.out_dtype,
         kernel.b_scale_alignment,
         config.splits > 1 and not config.splits_in_cluster,
+        kernel.is_gated,
     )
 
 

@@ -14,6 +14,7 @@ from agmm.runtime.cuda_calls import (
     SCALE_BYTES,
     Kernel,
     ReadyMatmul,
+    Up,
     aligned_pointer,
     b_layout,
     bias_pointer,
@@ -21,6 +22,8 @@ from agmm.runtime.cuda_calls import (
     new_on_gpu,
     ready_matmul,
     scale_pointer,
+    up_leading,
+    up_pointers,
 )
 from agmm.runtime.results import reshaped
 from agmm.runtime.streams import stream_of
@@ -58,6 +61,8 @@ class ReadyGather(NamedTuple):
     weights: tuple[ReadyWeight, ...]
     alone: tuple[ReadyMatmul, ...]
     """The matmul of each weight where there is one rank, which has nothing to gather."""
+    is_gated: bool = False
+    """Whether one kernel multiplies both weights, of which one result comes."""
 
     def __call__(
         self,
@@ -87,11 +92,16 @@ class ReadyGather(NamedTuple):
             Unsupported: the workspace cannot be made or grow; all ranks raise.
             InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone = self
+        workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone, gated = (
+            self
+        )
+        up: Up | None = None
+        if gated:
+            up, Bs, biases = (Bs[1], biases[1]), Bs[:1], biases[:1]
         if scale_a is None:
             scale_bs = (None,) * len(weights)
         if alone:
-            return self._alone(A_shard, Bs, biases, scale_a, scale_bs)
+            return self._alone(A_shard, Bs, biases, scale_a, scale_bs, up)
         with workspace.lock:
             workspace.known.calls += 1
             # Each shard may have its own scale, which is sent as the scales of its rows.
@@ -120,6 +130,8 @@ class ReadyGather(NamedTuple):
                     bias_pointer(bias, copies),
                     out.data_ptr(),
                 )
+            if gated:
+                addresses += up_pointers(up, copies)
             enqueue(
                 workspace,
                 slot_bytes,
@@ -141,12 +153,13 @@ class ReadyGather(NamedTuple):
         biases: Sequence[torch.Tensor | None],
         scale_a: torch.Tensor | None,
         scale_bs: Sequence[torch.Tensor | None],
+        up: Up | None,
     ) -> Gathered:
         rows = A_shard.view(self.shard_shape)
         outs = []
         of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
         for w, matmul, B, bias, scale_b in of_each:
-            out = matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b)
+            out = matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b, up=up)
             outs.append(reshaped(out, w.out_shape))
         if self.gathered_shape is None:
             return None, None, outs
@@ -169,7 +182,8 @@ def ready_gather(
     Args:
         A_shard: [M_local, ..., K], contiguous, the same shape and dtype on all ranks.
         Bs: weights [K, N], N free for each of them, row-major or column-major.
-        kernels: for each weight; their formats are of one dtype, with the same scales of A.
+        kernels: for each weight; their formats are of one dtype, with the same scales of A. A
+            gated one is for both weights.
         return_A: whether A and its scales are wanted, in tensors of their own.
         transport: as `_core.GatherProblem` has it.
 
@@ -180,6 +194,8 @@ def ready_gather(
     rows = A_shard.numel() // k
     front = (workspace.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
     ready, of_core = [], []
+    is_gated = kernels[0].is_gated
+    Bs, up = (Bs[:1], Bs[1]) if is_gated else (Bs, None)
     for B, kernel in zip(Bs, kernels, strict=True):
         layout = b_layout(B)
         if layout is None:
@@ -187,7 +203,11 @@ def ready_gather(
                 f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
             )
         n = B.shape[1]
-        of_core.append(_core.GatherWeight(n, layout, kernel.format, kernel.config))
+        of_core.append(
+            _core.GatherWeight(
+                *(n, layout, kernel.format, kernel.config), kernel.activation, up_leading(up)
+            )
+        )
         shape = (*front, n)
         ready.append(
             ReadyWeight(shape, contiguous_stride(shape), kernel.out_dtype, kernel.b_scale_alignment)
@@ -198,7 +218,7 @@ def ready_gather(
     if workspace.world_size == 1:
         matrix = A_shard.view(rows, k)
         pairs = zip(Bs, kernels, strict=True)
-        alone = tuple(ready_matmul(matrix, B, None, 0, kernel) for B, kernel in pairs)
+        alone = tuple(ready_matmul(matrix, B, None, 0, kernel, up=up) for B, kernel in pairs)
     return ReadyGather(
         workspace,
         _core.GatherProblem(rows, k, of_core, transport),
@@ -209,4 +229,5 @@ def ready_gather(
         (*front, k) if return_A else None,
         tuple(ready),
         alone,
+        is_gated,
     )

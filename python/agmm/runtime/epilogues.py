@@ -64,6 +64,11 @@ class Epilogue(NamedTuple):
         """Whether the products of two weights, gate and up, make one result."""
         return self.activation.endswith(_GATE)
 
+    @property
+    def kernel(self) -> str:
+        """The epilogue of the kernels that compute it, as `_core.KernelFacts.epilogue` says it."""
+        return "gate" if self.is_gated else "activation"
+
     def check(self, Bs: Sequence[Any], dtype: torch.dtype, *, name: str = "B") -> None:
         """Refuses weights that the activation cannot have, and dtypes.
 

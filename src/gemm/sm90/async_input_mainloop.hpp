@@ -13,8 +13,10 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "gemm/sm90/block_scales.hpp"
+#include "gemm/sm90/box_descriptor.hpp"
 #include "gemm/sm90/chunk_gate.hpp"
 #include "gemm/sm90/cluster_split.hpp"
+#include "gemm/sm90/halves_of_b.hpp"
 #include "gemm/sm90/producer_loop.hpp"
 #include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/stage_store.hpp"
@@ -42,7 +44,8 @@ struct AsyncInput {
 /// operand, whose rows are columns of the MMA (KernelShape); kTimed: records TileTimes; kSplits:
 /// takes the split of K that the scheduler says; kStoresA: may store A (can_store_a); kMayPush_:
 /// may push this rank's shard. Variants of their own, because the producer warp has no register to
-/// spare, and code that lies between what runs costs time.
+/// spare, and code that lies between what runs costs time. With an epilogue of two columns of B for
+/// one of out, B is two weights of half the columns (HalvesOfB), each loaded from where it lies.
 template <class Base, class Policy, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation, bool kMayPush_>
 struct AsyncInputMainloop : Base {
@@ -131,7 +134,16 @@ struct AsyncInputMainloop : Base {
   struct NoSumsOut {};
   using ClusterSumsOut = cute::conditional_t<kSplitsInCluster, SumsOut<Policy>, NoSumsOut>;
 
-  struct Arguments : Base::Arguments {
+  /// Whether B is two weights, gate and up: then the first half of a tile's columns are gate's.
+  static constexpr bool kIsGated = Policy::kColumnsPerOut == 2;
+  struct NoHalves {};
+  using Halves = cute::conditional_t<kIsGated,
+                                     HalvesOfB<typename Base::ElementB, typename Base::StrideB,
+                                               typename Base::SmemLayoutB, TileShape, ClusterShape>,
+                                     NoHalves>;
+  static_assert(!kIsGated || (!kSwapped && !kSplits));
+
+  struct Arguments : Base::Arguments, HalvesArguments<kIsGated> {
     Element const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
     Element* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
@@ -158,19 +170,10 @@ struct AsyncInputMainloop : Base {
     using namespace cute;
     static_assert(is_same_v<OfA<typename Base::SmemLayoutAtomA, typename Base::SmemLayoutAtomB>,
                             GMMA::Layout_K_SW128_Atom<Element>>);
-    uint64_t const shape[] = {uint64_t(k), uint64_t(rows)};
-    uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(Element)};
-    uint32_t const box[] = {uint32_t(kBoxColumns), uint32_t(last_rows)};
-    uint32_t const steps[] = {1, 1};
-    TmaDescriptor descriptor{};
-    CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-        &descriptor, TMA::to_CUtensorMapDataType<Element>(), 2, const_cast<Element*>(ptr), shape,
-        row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
+    return box_descriptor(ptr, {k, rows}, get<0>(stride), {kBoxColumns, last_rows});
   }
 
-  struct Params : Base::Params {
+  struct Params : Base::Params, cute::conditional_t<kIsGated, HalvesParams, NoHalves> {
     TmaLoadOfA tma_load_a_local;
     TmaStoreOfA tma_store_a;
     cute::TmaDescriptor last_rows_a;  // of A or A_local; of no use where tiles divide M
@@ -217,7 +220,9 @@ struct AsyncInputMainloop : Base {
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
-    auto const base = Base::to_underlying_arguments(problem, args, workspace);
+    auto of_weight = problem;  // of one weight
+    cute::get<kB>(of_weight) = cute::get<kB>(problem) / Policy::kColumnsPerOut;
+    auto const base = Base::to_underlying_arguments(of_weight, args, workspace);
     typename Base::Arguments local_args = args;
     Element const* const a = ptr_of_a(local_args);
     StrideOfA const& stride = stride_of_a(local_args);
@@ -229,7 +234,7 @@ struct AsyncInputMainloop : Base {
         make_tma_store_a(stores_a ? args.ptr_A_out : const_cast<Element*>(a), rows, k, 1, stride);
     auto local = tma_load_of<kA>(base);
     if (!args.input.local_rows.empty()) {
-      auto local_problem = problem;
+      auto local_problem = of_weight;
       cute::get<kA>(local_problem) = args.input.local_rows.size();
       ptr_of_a(local_args) = args.ptr_A_local;
       local = tma_load_of<kA>(Base::to_underlying_arguments(local_problem, local_args, workspace));
@@ -241,14 +246,25 @@ struct AsyncInputMainloop : Base {
                                          is_local ? args.input.local_rows.size() : rows, k, stride,
                                          rows % kTileRows);
     }
-    return {base,       local,     store, last_rows_a,       stores_a,
-            args.input, args.push, 1,     args.block_scales, args.sums_out};
+    Params params{base,         {},         local,     store, last_rows_a,
+                  stores_a,     args.input, args.push, 1,     args.block_scales,
+                  args.sums_out};
+    if constexpr (kIsGated) {
+      int32_t const columns = cute::get<kB>(of_weight);
+      params.gate = Halves::descriptor(args.ptr_B, columns, k, args.dB);
+      params.up = Halves::descriptor(args.ptr_B_up, columns, k, Halves::stride(args.ldb_up));
+    }
+    return params;
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     Base::prefetch_tma_descriptors(params);
     cute::prefetch_tma_descriptor(params.tma_load_a_local.get_tma_descriptor());
     if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
+    if constexpr (kIsGated) {
+      cute::prefetch_tma_descriptor(&params.gate);
+      cute::prefetch_tma_descriptor(&params.up);
+    }
   }
 
   /// All threads call it at the entry of a CTA with a tile. The warp that claims is the first of
@@ -429,8 +445,14 @@ struct AsyncInputMainloop : Base {
       }
       pipeline.producer_acquire(stage);
       bool const is_stored = a_store.before_refill(stage.index(), k_tile);
-      copy(tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
-           tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
+      if constexpr (kIsGated) {
+        Halves::load(params, pipeline.producer_get_barrier(stage), mcast_mask_b, cta_m,
+                     shared_tensors.smem_B.begin() + stage.index() * kTileColumns * kTileK, n_tile,
+                     k_tile);
+      } else {
+        copy(tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
+             tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
+      }
       if (is_stored) a_store.wait();
     };
 

@@ -100,7 +100,7 @@ struct FragmentEpilogue {
           Floats<2> whole;
           whole[0] = two[0];
           whole[1] = two[1];
-          Floats<2> const finished = Policy::Math::finish(whole, bias);
+          Floats<2> const finished = Policy::Math::finish(whole, bias, args);
           two[0] = finished[0];
           two[1] = finished[1];
         }

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "agmm/async_input_mm.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/array.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "gemm/sm90/activations.hpp"
 #include "gemm/sm90/row_scales.hpp"
 #include "order/chunking.hpp"
 
@@ -19,22 +21,74 @@ template <int kSize>
 using Floats = cutlass::Array<float, kSize>;
 
 /// The arithmetic of an epilogue, in float32, without scales: what tells one from another.
-/// finish() makes a row's columns of `out` of as many sums, times columns_per_out(), that are whole
-/// and scaled. kKeepsSums: without a bias it changes nothing.
+/// finish() makes a row's columns of `out` of as many sums that are whole and scaled, where one
+/// column of B becomes one of out. kKeepsSums: without a bias it changes nothing. kNoBias is added
+/// where CUTLASS's epilogue finds no bias. Own: what it reads beside the bias.
 template <Epilogue kEpilogue>
 struct EpilogueMath;
 
 template <>
 struct EpilogueMath<Epilogue::Bias> {
   static constexpr bool kKeepsSums = true;
+  static constexpr float kNoBias = 0.0f;
+  struct Own {};
 
   template <int kSize>
-  CUTLASS_DEVICE static Floats<kSize> finish(Floats<kSize> const& sums, Floats<kSize> const& bias) {
+  CUTLASS_DEVICE static Floats<kSize> finish(Floats<kSize> const& sums, Floats<kSize> const& bias,
+                                             Own const& = {}) {
     Floats<kSize> out;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSize; ++i) out[i] = sums[i] + bias[i];
     return out;
   }
+};
+
+template <>
+struct EpilogueMath<Epilogue::Activation> {
+  static constexpr bool kKeepsSums = false;
+  static constexpr float kNoBias = -0.0f;  // which keeps the sign of a sum of 0
+  struct Own {
+    Activation activation = Activation::Relu;
+  };
+
+  template <int kSize>
+  CUTLASS_DEVICE static Floats<kSize> finish(Floats<kSize> const& sums, Floats<kSize> const& bias,
+                                             Own const& own) {
+    Floats<kSize> out;
+    with_activation(own.activation, [&](auto function) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        out[i] = activated<decltype(function)::value>(sums[i] + bias[i]);
+      }
+    });
+    return out;
+  }
+};
+
+/// Its sums of gate and up are halves of a tile, which GatedEpilogue holds together; the biases are
+/// in them.
+template <>
+struct EpilogueMath<Epilogue::Gate> {
+  template <class Out>
+  struct Of {
+    Activation activation = Activation::Relu;
+    Out const* bias_up = nullptr;  // [columns of out] or null
+  };
+
+  template <class Function>
+  CUTLASS_DEVICE static float finish(float gate, float up, Function) {
+    return activated<Function::value>(gate) * up;
+  }
+};
+
+/// What an epilogue reads of its own, by the type of the result.
+template <Epilogue kEpilogue, class Out>
+struct OwnArgsOf {
+  using type = typename EpilogueMath<kEpilogue>::Own;
+};
+template <class Out>
+struct OwnArgsOf<Epilogue::Gate, Out> {
+  using type = typename EpilogueMath<Epilogue::Gate>::template Of<Out>;
 };
 
 struct ColumnScaleArgs {
@@ -43,19 +97,22 @@ struct ColumnScaleArgs {
 };
 
 /// All that an epilogue reads beside the sums.
-template <class Out>
-struct EpilogueArgs {
-  Out const* bias = nullptr;  // [columns of B] or null
+template <Epilogue kEpilogue, class Out>
+struct EpilogueArgs : OwnArgsOf<kEpilogue, Out>::type {
+  Out const* bias = nullptr;  // [columns of B], those of gate alone where there are two; or null
   RowScaleArgs row_scales{};
   ColumnScaleArgs column_scales{};
 };
 
-/// Makes the arguments of every kernel's epilogue.
-template <class Out>
-EpilogueArgs<Out> epilogue_args(void const* bias, Scales const& scales, Range const& local_rows) {
-  return {static_cast<Out const*>(bias),
-          {scales.a, scales.a_per_row, local_rows, scales.a_local, scales.a_out},
-          {scales.b, scales.b_per_column}};
+/// Makes the arguments of every kernel's epilogue, but for what an epilogue reads of its own.
+template <Epilogue kEpilogue, class Out>
+EpilogueArgs<kEpilogue, Out> epilogue_args(void const* bias, Scales const& scales,
+                                           Range const& local_rows) {
+  EpilogueArgs<kEpilogue, Out> args;
+  args.bias = static_cast<Out const*>(bias);
+  args.row_scales = {scales.a, scales.a_per_row, local_rows, scales.a_local, scales.a_out};
+  args.column_scales = {scales.b, scales.b_per_column};
+  return args;
 }
 
 /// What becomes of the sums of a kernel. kScaled: they are scaled first, as sums of fp8 products
@@ -65,10 +122,11 @@ EpilogueArgs<Out> epilogue_args(void const* bias, Scales const& scales, Range co
 template <Epilogue kEpilogue, class Out_, bool kScaled_>
 struct EpiloguePolicy {
   using Out = Out_;
-  using Args = EpilogueArgs<Out>;
+  using Args = EpilogueArgs<kEpilogue, Out>;
   using Math = EpilogueMath<kEpilogue>;
   static constexpr bool kScaled = kScaled_;
   static constexpr int kColumnsPerOut = columns_per_out(kEpilogue);
+  static constexpr bool kHasOwn = !std::is_empty_v<typename OwnArgsOf<kEpilogue, Out>::type>;
 
   CUTLASS_DEVICE static float scale_whole(float sum, float of_row, float of_column) {
     return of_row * (of_column * sum);
@@ -106,10 +164,10 @@ struct EpiloguePolicy {
       }
       bias[i] = float(of_columns[i]);
     }
-    Floats<kSize / kColumnsPerOut> const finished = Math::finish(sums, bias);
-    cutlass::AlignedArray<Out, kSize / kColumnsPerOut> out;
+    Floats<kSize> const finished = Math::finish(sums, bias, args);
+    cutlass::AlignedArray<Out, kSize> out;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSize / kColumnsPerOut; ++i) out[i] = Out(finished[i]);
+    for (int i = 0; i < kSize; ++i) out[i] = Out(finished[i]);
     return out;
   }
 
@@ -130,6 +188,26 @@ struct EpiloguePolicy {
     }
   };
 
+  /// OfLoaded for an epilogue that has arguments of its own, which CUTLASS hands over by this name.
+  template <class Values>
+  struct OfLoadedAndOwn {
+    using Arguments = typename OwnArgsOf<kEpilogue, Out>::type;
+    CUTLASS_DEVICE Values operator()(Values const& sums, Values const& bias,
+                                     Arguments const& own) const {
+      return Math::finish(sums, bias, own);
+    }
+    CUTLASS_DEVICE Values operator()(Values const& of_rows, Values const& of_columns,
+                                     Values const& sums, Values const& bias,
+                                     Arguments const& own) const {
+      Values scaled;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Values::kElements; ++i) {
+        scaled[i] = scale_whole(sums[i], of_rows[i], of_columns[i]);
+      }
+      return Math::finish(scaled, bias, own);
+    }
+  };
+
   /// The visitor tree for CUTLASS's epilogue: nodes that load the operands below one that calls
   /// OfLoaded. kSwapped: the columns of `out` are rows of the tile (KernelShape).
   template <class TileShape, bool kSwapped>
@@ -143,8 +221,11 @@ struct EpiloguePolicy {
         kSwapped,
         cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, Element, float, Stride...>,
         cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float, Stride...>>;
-    using Root = cutlass::epilogue::fusion::Sm90Compute<OfLoaded, Out, float,
-                                                        cutlass::FloatRoundStyle::round_to_nearest>;
+    template <template <class> class Function>
+    using Computed =
+        cutlass::epilogue::fusion::Sm90Compute<Function, Out, float,
+                                               cutlass::FloatRoundStyle::round_to_nearest>;
+    using Root = cute::conditional_t<kHasOwn, Computed<OfLoadedAndOwn>, Computed<OfLoaded>>;
     using Sums = cutlass::epilogue::fusion::Sm90AccFetch;
     using type = cute::conditional_t<
         kScaled,
@@ -153,7 +234,9 @@ struct EpiloguePolicy {
         cutlass::epilogue::fusion::Sm90EVT<Root, Sums, OfColumns<Out>>>;
 
     /// `no_bias` is added where there is no bias.
-    static typename type::Arguments arguments(Args const& args, Out no_bias = Out(0)) {
+    static typename type::Arguments arguments(Args const& args, Out no_bias = Out(Math::kNoBias)) {
+      typename Root::Arguments own{};
+      if constexpr (kHasOwn) own = args;
       if constexpr (kScaled) {
         ColumnStride of_columns{};
         cute::get<kSwapped ? 0 : 1>(of_columns) = args.column_scales.is_per_column;
@@ -161,9 +244,9 @@ struct EpiloguePolicy {
                 {args.column_scales.scales, 0, of_columns},
                 {},
                 {args.bias, no_bias},
-                {}};
+                own};
       } else {
-        return {{}, {args.bias, no_bias}, {}};
+        return {{}, {args.bias, no_bias}, own};
       }
     }
   };

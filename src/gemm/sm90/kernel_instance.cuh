@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 #include "agmm/persistent_async_input_scheduler.hpp"
 #include "cutlass/cutlass.h"
@@ -26,6 +27,7 @@
 #include "gemm/sm90/async_input_mainloop.hpp"
 #include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/gated_epilogue.hpp"
 #include "gemm/sm90/quick_start_kernel.hpp"
 #include "gemm/sm90/wgmma.hpp"
 
@@ -127,13 +129,22 @@ struct KernelInstance {
   static constexpr int kAlignment = 16 / sizeof(ElementA);
   /// Block scales are the mainloop's.
   using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
-  using EpilogueTree = typename Policy::template Tree<TileShape, kSwapped>;
+  /// Whether a tile has the sums of two weights, which GatedEpilogue makes results of.
+  static constexpr bool kIsGated = Policy::kColumnsPerOut == 2;
+  static_assert(!kIsGated || (!kSwapped && !Types::kIsFp8));
+  static constexpr int kOutN = kMmaN / Policy::kColumnsPerOut;  // columns of out in a tile
+  using OutTile = cute::Shape<cute::Int<kMmaM>, cute::Int<kOutN>, cute::Int<TileK>>;
+  template <bool kRoundsOnly, class OfPolicy>
+  struct TreeOf : RoundingTree<Element> {};
+  template <class OfPolicy>
+  struct TreeOf<false, OfPolicy> : OfPolicy::template Tree<TileShape, kSwapped> {};
+  using EpilogueTree = TreeOf<kIsGated, Policy>;
 
   // What is stored at a time: CUTLASS's 32 columns, or 16 where the width is no multiple of 32. Two
   // barriers each, which the other warpgroup of a pingpong kernel waits for when its own tile is
   // done; a cooperative kernel's end is bound by the memory.
-  static constexpr int kStoreColumns = kCooperative && kMmaN % 32 != 0 && kMmaN % 48 == 0 ? 48
-                                       : !kCooperative && kMmaM >= 128 && kMmaN % 64 == 0 ? 64
+  static constexpr int kStoreColumns = kCooperative && kOutN % 32 != 0 && kOutN % 48 == 0 ? 48
+                                       : !kCooperative && kMmaM >= 128 && kOutN % 64 == 0 ? 64
                                                                                           : 0;
   using EpilogueTile =
       cute::conditional_t<kStoreColumns == 0, cutlass::epilogue::collective::EpilogueTileAuto,
@@ -141,7 +152,7 @@ struct KernelInstance {
                                       cute::Int<kStoreColumns == 0 ? 16 : kStoreColumns>>>;
   template <class OfTree>
   using EpilogueWith = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, OutTile, ClusterShape, EpilogueTile,
       float, float, void, OutLayout, kOutAlignment, Element, OutLayout, kOutAlignment,
       EpilogueSchedule, typename OfTree::type>::CollectiveOp;
   using UsualEpilogue = EpilogueWith<EpilogueTree>;
@@ -154,10 +165,12 @@ struct KernelInstance {
   static constexpr int kMmaColumns = wgmma_columns(kPromotes && kMmaN > 128 ? kMmaN / 2 : kMmaN);
   using FirstElement = cute::conditional_t<kSwapped, ElementB, ElementA>;
   using SecondElement = cute::conditional_t<kSwapped, ElementA, ElementB>;
-  using Mma = decltype(cute::make_tiled_mma(
-      Wgmma<FirstElement, SecondElement, kMmaColumns, kSwapped ? kBMajor : cute::GMMA::Major::K,
+  template <int kColumns>
+  using MmaOf = decltype(cute::make_tiled_mma(
+      Wgmma<FirstElement, SecondElement, kColumns, kSwapped ? kBMajor : cute::GMMA::Major::K,
             kSwapped ? cute::GMMA::Major::K : kBMajor>{},
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
+  using Mma = MmaOf<kMmaColumns>;
   /// At least what the mainloop keeps of block scales.
   static constexpr std::size_t kScalesBytes = kScalesBlocks ? 64 * TileM + 1024 : 0;
   /// CUTLASS's mainloop with as many stages as fit beside an epilogue.
@@ -196,10 +209,19 @@ struct KernelInstance {
         cutlass::gemm::collective::detail::sm90_smem_capacity_bytes -
         static_cast<int>(sizeof(typename KernelWith<UsualEpilogue>::SharedStorage));
     constexpr int kUsual = UsualEpilogue::DispatchPolicy::StagesD;
-    return std::min(TileM * TileN / kSubtile,
+    return std::min(kMmaM * kOutN / kSubtile,
                     kUsual + kLeft / (kSubtile * static_cast<int>(sizeof(Element))));
   }
-  using CollectiveEpilogue = typename WithStoreBuffers<UsualEpilogue, store_buffers()>::type;
+  using StoringEpilogue = typename WithStoreBuffers<UsualEpilogue, store_buffers()>::type;
+  template <bool kBehindGate, class Storing>
+  struct BehindGate {
+    using type = GatedEpilogue<Storing, Policy, OutTile, MmaOf<kMmaColumns / 2>>;
+  };
+  template <class Storing>
+  struct BehindGate<false, Storing> {
+    using type = Storing;
+  };
+  using CollectiveEpilogue = typename BehindGate<kIsGated, StoringEpilogue>::type;
   using GemmKernel = KernelWith<CollectiveEpilogue>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::MaxThreadsPerBlock >= PushCta::kThreads);
@@ -253,8 +275,9 @@ struct KernelInstance {
     Operands const& operands = mm.operands;
     auto const [m, n, k] = std::tuple(mm.problem.m, mm.problem.n, mm.problem.k);
     int32_t const out_columns = mm.problem.out_columns();
-    typename Policy::Args const epilogue = epilogue_args<Element>(
-        operands.bias, operands.scales, {operands.local_begin, operands.local_end});
+    auto epilogue = epilogue_args<kEpilogue, Element>(operands.bias, operands.scales,
+                                                      {operands.local_begin, operands.local_end});
+    if constexpr (Policy::kHasOwn) epilogue.activation = mm.problem.activation;
     typename GemmKernel::Arguments gemm{};
     gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     auto const* const a = static_cast<ElementA const*>(operands.a);
@@ -284,7 +307,14 @@ struct KernelInstance {
       gemm.mainloop.sums_out = {static_cast<Element*>(operands.out), m, n, out_columns, epilogue};
     }
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
-    gemm.epilogue.thread = EpilogueTree::arguments(epilogue);
+    if constexpr (kIsGated) {
+      epilogue.bias_up = static_cast<Element const*>(operands.bias_up);
+      gemm.epilogue.gate = epilogue;
+      gemm.mainloop.ptr_B_up = operands.b_up;
+      gemm.mainloop.ldb_up = operands.ldb_up;
+    } else {
+      gemm.epilogue.thread = EpilogueTree::arguments(epilogue);
+    }
     gemm.hw_info.sm_count = min_of(mm.sm_count, FirstBlocks::kMostSms);
     gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -308,18 +338,20 @@ struct KernelInstance {
     params->mainloop.finishing_warps =
         Mainloop::finishing_warps(call.push, with_tiles, all - with_tiles);
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
-    for (auto const* descriptor :
-         {params->mainloop.tma_load_a.get_tma_descriptor(),
-          params->mainloop.tma_load_b.get_tma_descriptor(),
-          params->mainloop.tma_load_a_local.get_tma_descriptor(),
-          params->mainloop.tma_store_a.get_tma_descriptor(),
-          static_cast<TmaDescriptor const*>(&params->mainloop.last_rows_a)}) {
-      TmaDescriptor const zero{};
-      if (std::memcmp(descriptor, &zero, sizeof(zero)) == 0) {
-        return "the driver refused a TMA descriptor";
-      }
-    }
-    return nullptr;
+    auto const& of_mainloop = params->mainloop;
+    bool refused = is_refused(
+        {of_mainloop.tma_load_a.get_tma_descriptor(), of_mainloop.tma_load_b.get_tma_descriptor(),
+         of_mainloop.tma_load_a_local.get_tma_descriptor(),
+         of_mainloop.tma_store_a.get_tma_descriptor(), &of_mainloop.last_rows_a});
+    if constexpr (kIsGated) refused = refused || is_refused({&of_mainloop.gate, &of_mainloop.up});
+    return refused ? "the driver refused a TMA descriptor" : nullptr;
+  }
+
+  static bool is_refused(std::initializer_list<cute::TmaDescriptor const*> descriptors) {
+    cute::TmaDescriptor const zero{};
+    return std::any_of(descriptors.begin(), descriptors.end(), [&](auto const* descriptor) {
+      return std::memcmp(descriptor, &zero, sizeof(zero)) == 0;
+    });
   }
 
   static bool has_push_ctas(SmPushArgs const& push) {

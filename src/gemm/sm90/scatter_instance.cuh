@@ -118,11 +118,12 @@ struct ScatterInstance {
     gemm.epilogue.ptr_D = static_cast<Element*>(call.out);
     get<0>(gemm.epilogue.dD) = int64_t(call.out_columns());
     // The scales are those of the only product of fp8, or null.
-    auto epilogue = epilogue_args<Element>(call.bias, call.products[0].scales, {});
+    auto const epilogue = epilogue_args<kEpilogue, Element>(call.bias, call.products[0].scales, {});
     gemm.epilogue.fragment = {epilogue, call.rows, call.n};
-    if (kReturns) epilogue.bias = nullptr;
+    typename OwnPolicy::Args of_own{};
+    if constexpr (!kReturns) of_own = epilogue;
     // Without a bias -0 is added, which keeps a sum of -0.
-    gemm.epilogue.thread = OwnTree::arguments(epilogue, Element(-0.0f));
+    gemm.epilogue.thread = OwnTree::arguments(of_own, Element(-0.0f));
     gemm.epilogue.push = call.push;
     auto* const scratch = static_cast<char*>(call.split_scratch);
     gemm.scheduler.split_k = {call.config.splits,

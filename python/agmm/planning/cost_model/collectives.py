@@ -19,7 +19,7 @@ from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import constants
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
-from agmm.planning.cost_model.matmul import is_b_in_l2, matmul_us
+from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
 from agmm.planning.problems import CPU, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -111,7 +111,7 @@ def gathered_us(problem: Problem) -> float:
     """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul, for
     which the library's time stands."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
-    return gather_us + matmul_us(problem)
+    return gather_us + matmul_us(problem) + behind_us(problem)
 
 
 def gathered_bytes(problem: Problem) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agmm.planning import formats, kernel_table
-from agmm.planning.problems import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, DEFAULT_GPU, PLAIN, KernelConfig, Problem
 
 _FOLDER = Path(__file__).parents[1] / "tables"
 ELEMENT_BYTES = 2
@@ -189,17 +189,20 @@ def _of_file(gpu: str) -> Constants:
 
 
 def default_kernels(
-    op: str = ALL_GATHER_MATMUL, name: str = "bfloat16"
+    op: str = ALL_GATHER_MATMUL, name: str = "bfloat16", epilogue: str = PLAIN, b_layout: str = ""
 ) -> tuple[KernelConfig, ...]:
-    """The kernels that a default build has for an op and the name of a format."""
+    """The kernels that a default build has for an op and the name of a format, as
+    `built_kernels.kernels_of` has those of this build."""
     of = formats.of(name)
     if not of.has_kernels:
         return ()
     is_fp8 = of.kind == formats.FP8
     return tuple(
         KernelConfig.parse(row.kernel)
-        for row in kernel_table.rows_of("default", op, is_fp8=is_fp8)
-        if not is_fp8
+        for row in kernel_table.rows_of(
+            "default", op, is_fp8=is_fp8, epilogue="plain" if epilogue == PLAIN else epilogue
+        )
+        if (not is_fp8 and b_layout in ("", *row.b_layouts))
         or (row.accumulation == of.accumulation and of.operands in map(_torch_name, row.formats))
     )
 

@@ -9,6 +9,7 @@ from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
 from agmm.planning.cost_model.matmul import (
     arithmetic_us,
+    behind_us,
     lost_clock_us,
     matmul_memory_us,
     matmul_us,
@@ -38,8 +39,8 @@ def library_all_gather_us(c: Constants, received: float) -> float:
 
 
 def unfused_us(problem: Problem) -> float:
-    """Predicted time of all-gather, then matmul, in µs."""
-    return all_gather_us(problem) + matmul_us(problem)
+    """Predicted time of all-gather, then matmul, in µs, and of an activation behind it."""
+    return all_gather_us(problem) + matmul_us(problem) + behind_us(problem)
 
 
 def _scattered_bytes(problem: Problem) -> float:

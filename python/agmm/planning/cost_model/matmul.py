@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
-from agmm.planning.problems import KernelConfig, Problem
+from agmm.planning.problems import PLAIN, KernelConfig, Problem
 
 _CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 """The number of clusters that an H100 of 132 multiprocessors runs at once, by their CTAs, as its
@@ -124,6 +124,17 @@ def arithmetic_us(problem: Problem) -> float:
     c = constants_for(problem)
     tflops = c.matmul_tflops * c.matmul_rate_factor
     return 2e-6 * problem.m * problem.n * problem.k / tflops
+
+
+def behind_us(problem: Problem) -> float:
+    """Predicted time in µs of torch's ops behind the library's matmul, where agmm's kernel has an
+    epilogue of its own: of one pass over products and results, the least that it can be."""
+    if problem.epilogue == PLAIN:
+        return 0.0
+    c = constants_for(problem)
+    out = problem.n // 2 if problem.epilogue == "gate" else problem.n
+    passed = problem.m * (problem.n + out) * ELEMENT_BYTES
+    return c.launch_us + passed / (c.memory_gb_per_s * 1e3)
 
 
 def matmul_us(problem: Problem) -> float:

@@ -26,16 +26,19 @@ from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     MAX_CHUNKS_PER_SHARD,
     MAX_SIZE,
+    PLAIN,
     KernelConfig,
     Problem,
 )
 from agmm.planning.transports import parse
 
-SCHEMA = 4
+SCHEMA = 5
+_PLAIN = {"epilogue": PLAIN}
 _ABSENT: dict[int, dict[str, Any]] = {
-    1: {"op": ALL_GATHER_MATMUL, "accumulation": ""},
-    2: {"accumulation": ""},
-    3: {},
+    1: {"op": ALL_GATHER_MATMUL, "accumulation": "", **_PLAIN},
+    2: {"accumulation": "", **_PLAIN},
+    3: _PLAIN,
+    4: _PLAIN,
     SCHEMA: {},
 }
 """The fields that all rows of a schema had in common and did not say, by schema."""
@@ -71,6 +74,7 @@ class Key(NamedTuple):
     n: int
     k: int
     return_A: bool
+    epilogue: str = PLAIN
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
@@ -313,6 +317,7 @@ def _row_to_json(key: Key, row: Row, world_size: int) -> dict[str, Any]:
         "n": key.n,
         "k": key.k,
         "return_A": key.return_A,
+        "epilogue": key.epilogue,
     }
     return {**problem, "plan": plan, **times, "agmm": row.agmm}
 
@@ -349,6 +354,7 @@ _KEY_TYPES = {
     "n": int,
     "k": int,
     "return_A": bool,
+    "epilogue": str,
 }
 
 
