@@ -37,7 +37,9 @@ enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAl
 /// The epilogue of a kernel: what is done with the sums, which are scaled where the operands have
 /// scales. Bias adds a bias, or none.
 enum class Epilogue : int32_t { Bias = 0 };
-enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
+/// How a kernel's warps share their work. Streaming kernels are for few rows: they read B as fast
+/// as memory gives it (src/order/streaming.hpp).
+enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1, Streaming = 2 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
@@ -94,7 +96,15 @@ inline char const* to_string(Op op) {
 inline char const* to_string(Epilogue e) { return e == Epilogue::Bias ? "bias" : "?"; }
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
-  return s == Schedule::Cooperative ? "cooperative" : "pingpong";
+  switch (s) {
+    case Schedule::Cooperative:
+      return "cooperative";
+    case Schedule::Pingpong:
+      return "pingpong";
+    case Schedule::Streaming:
+      return "streaming";
+  }
+  return "?";
 }
 inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" : "along_n"; }
 
