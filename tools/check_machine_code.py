@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-GEMM_SYMBOL = "PersistentAsyncInputScheduler"
-EARLY_SYMBOL = "18async_input_kernel"
+GEMM_SYMBOLS = ("PersistentAsyncInputScheduler", "16streaming_kernel")
+EARLY_SYMBOLS = ("18async_input_kernel", "16streaming_kernel")
 HOPPER = "sm_90a"
 OF_SMALL_KERNELS = ("sm_80", HOPPER)
 """Default builds have more of them."""
@@ -44,7 +44,7 @@ class Kernel:
     @property
     def is_gemm(self) -> bool:
         """Whether it is a matmul kernel, by its mangled name."""
-        return GEMM_SYMBOL in self.name
+        return any(symbol in self.name for symbol in GEMM_SYMBOLS)
 
     def faults(self) -> list[str]:
         """What is wrong with it, one phrase each."""
@@ -53,7 +53,7 @@ class Kernel:
             found.append(f"built for {self.arch}, wanted {HOPPER}")
         if self.is_gemm and self.gmma == 0:
             found.append("no HGMMA or QGMMA instruction")
-        if EARLY_SYMBOL in self.name and self.waits == 0:
+        if any(symbol in self.name for symbol in EARLY_SYMBOLS) and self.waits == 0:
             found.append("no ACQBULK instruction")
         if self.is_gemm and self.local_accesses:
             found.append(f"{self.local_accesses} LDL or STL instructions, wanted 0")

@@ -62,8 +62,13 @@ def table_of(row: KernelRow) -> str:
 
 
 def class_of(table: str) -> str:
-    """The classes of a table's entries are `<class>Entry`, their templates `<class>Instance`."""
+    """The classes of a table's entries are `<class>Entry`."""
     return "Kernel" if table in ("kernel", "fp8") else "Scatter"
+
+
+def template_of(row: KernelRow) -> str:
+    """The template of a row's kernels is `<template>Instance`."""
+    return "Streaming" if row.schedule == kernel_table.STREAMING else class_of(table_of(row))
 
 
 def arguments_of(row: KernelRow) -> str:
@@ -71,7 +76,9 @@ def arguments_of(row: KernelRow) -> str:
     accumulation = f"Accumulation::{ACCUMULATIONS[row.accumulation]}"
     epilogue = f"Epilogue::{kernel_table.EPILOGUES[row.epilogue]}"
     flags = {True: "true", False: "false"}
-    if row.op == kernel_table.GATHER:
+    if row.schedule == kernel_table.STREAMING:
+        more = [epilogue]
+    elif row.op == kernel_table.GATHER:
         more = [flags[row.timed], flags[row.swapped], accumulation, epilogue]
     else:
         returns = flags[row.op == kernel_table.ALL_REDUCE]
@@ -119,7 +126,7 @@ def render(rows: Sequence[KernelRow], kernels: str) -> dict[str, str]:
         rows_of_kind[kind] += 1
         for entry, operands in entries_of(row, kernels).items():
             declaration = f"extern {class_of(table)}Entry const {entry};\n"
-            instance = f"{class_of(table)}Instance<{operands}, {arguments_of(row)}>"
+            instance = f"{template_of(row)}Instance<{operands}, {arguments_of(row)}>"
             declarations[table] += declaration
             lists[table] += f"\n    &{entry},"
             units[unit] += f"{declaration}{class_of(table)}Entry const {entry} =\n"

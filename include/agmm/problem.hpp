@@ -41,7 +41,9 @@ enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAl
 enum class Epilogue : int32_t { Bias = 0, Activation = 1, Gate = 2 };
 /// A function of one sum, which the epilogues Activation and Gate take when they run.
 enum class Activation : int32_t { Relu = 0, Relu2 = 1, Gelu = 2, GeluTanh = 3, Silu = 4 };
-enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
+/// How a kernel's warps share their work. Streaming kernels are for few rows: they read B as fast
+/// as memory gives it (src/order/streaming.hpp).
+enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1, Streaming = 2 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
@@ -123,7 +125,15 @@ inline char const* to_string(Activation a) {
 }
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
-  return s == Schedule::Cooperative ? "cooperative" : "pingpong";
+  switch (s) {
+    case Schedule::Cooperative:
+      return "cooperative";
+    case Schedule::Pingpong:
+      return "pingpong";
+    case Schedule::Streaming:
+      return "streaming";
+  }
+  return "?";
 }
 inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" : "along_n"; }
 

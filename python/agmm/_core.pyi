@@ -36,6 +36,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
+    "MAX_STREAMING_CLUSTER",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
@@ -56,6 +57,7 @@ __all__: list[str] = [
     "capture_of",
     "chunk_columns",
     "chunks_of_rows",
+    "clusters_at_once",
     "clusters_to_launch",
     "collective_bytes",
     "cpu_wait_signal",
@@ -87,6 +89,7 @@ __all__: list[str] = [
     "shared_rows",
     "split_scratch_bytes",
     "stream_id",
+    "streaming_splits",
     "stress_delays",
     "stretch_chunks",
     "tile_order",
@@ -324,11 +327,21 @@ class KernelConfig:
     @property
     def across(self) -> bool: ...
     @property
+    def can_push(self) -> bool:
+        """
+        Whether the kernel has spare warps that send a shard (SM push).
+        """
+    @property
     def can_split(self) -> bool: ...
     @property
     def cluster_m(self) -> int: ...
     @property
     def cluster_n(self) -> int: ...
+    @property
+    def is_streaming(self) -> bool:
+        """
+        Whether it is a kernel for few rows, whose splits of K are those of `streaming_splits`.
+        """
     @property
     def max_swizzle(self) -> int: ...
     @property
@@ -948,6 +961,11 @@ def chunks_of_rows(m: int, chunks: int, begin: int, end: int) -> tuple[int, int]
     The half-open range of row chunks that rows [begin, end) touch.
     """
 
+def clusters_at_once(sms: int, ctas: int) -> int:
+    """
+    The number of clusters of so many CTAs that are computed at once; none of more than 8.
+    """
+
 def clusters_to_launch(
     m: int, n: int, block_rows: int, block_cols: int, chunks: int, at_once: int
 ) -> int:
@@ -1140,6 +1158,11 @@ def stream_id(stream: int) -> int:
     The id of a stream. After the stream is destroyed another one may get its handle, but not its id.
     """
 
+def streaming_splits(n: int, k: int) -> int:
+    """
+    The splits of K that a streaming kernel has for a B of this size, whatever M is.
+    """
+
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:
     """
     How many chunks of columns lie between the beginnings of one split of K and the next.
@@ -1209,6 +1232,7 @@ MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
+MAX_STREAMING_CLUSTER: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

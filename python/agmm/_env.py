@@ -49,7 +49,7 @@ EARLY_START: Final = Variable(
     "AGMM_EARLY_START",
     "off",
     "on: a matmul that gathers nothing is set up while the kernel ahead of it in its stream still "
-    "runs",
+    "runs; weights: one of few rows loads its weight then too, which no kernel may write",
 )
 CHECK_NAN: Final = Variable(
     "AGMM_CHECK_NAN",
@@ -82,6 +82,7 @@ SGLANG: Final = Variable(
 VLLM: Final = Variable(
     "AGMM_VLLM", "0", "1: agmm serves vLLM's tensor parallelism, in every process of vLLM"
 )
+EARLY_STARTS: Final = ("off", "on", "weights")
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
     *(
@@ -154,8 +155,9 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, EARLY_START, LEARN):
+    for variable in (CACHE, SHARED_GPUS, LEARN):
         is_on(variable)
+    early_start()
     reserved_sms()
     check_nan()
 
@@ -188,6 +190,20 @@ def check_nan() -> str:
     if value not in NAN_MODES:
         raise InvalidArgument(
             f"{CHECK_NAN.name}: found {value!r}, wanted one of {', '.join(NAN_MODES)}"
+        )
+    return value
+
+
+def early_start() -> str:
+    """The value of AGMM_EARLY_START, which the core reads.
+
+    Raises:
+        InvalidArgument: it is none of `EARLY_STARTS`.
+    """
+    value = os.environ.get(EARLY_START.name) or EARLY_START.default
+    if value not in EARLY_STARTS:
+        raise InvalidArgument(
+            f"{EARLY_START.name}: found {value!r}, wanted one of {', '.join(EARLY_STARTS)}"
         )
     return value
 

@@ -13,6 +13,8 @@
 #include "bindings/config_fields.hpp"
 #include "bindings/formats.hpp"
 #include "gemm/kernel_facts.hpp"
+#include "order/clusters.hpp"
+#include "order/streaming.hpp"
 
 namespace py = pybind11;
 
@@ -70,6 +72,13 @@ void bind_kernels(py::module_& m) {
           "splits_in_cluster",
           [](const KernelConfig& c) { return agmm::splits_in_cluster(c.shape); },
           "Whether the CTAs that split K of a tile are a cluster, which takes no scratch memory.")
+      .def_property_readonly(
+          "can_push", [](const KernelConfig& c) { return agmm::can_push(c.shape); },
+          "Whether the kernel has spare warps that send a shard (SM push).")
+      .def_property_readonly(
+          "is_streaming", [](const KernelConfig& c) { return agmm::is_streaming(c.shape); },
+          "Whether it is a kernel for few rows, whose splits of K are those of "
+          "`streaming_splits`.")
       .def_property_readonly("stores_A", &layouts_that_store_a,
                              "The layouts of B with which the kernel can store A.")
       .def("__repr__", &agmm::in_words);
@@ -124,6 +133,11 @@ void bind_kernels(py::module_& m) {
   m.def("kernel_facts", &agmm::built_kernels,
         "One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and "
         "epilogue; empty without CUDA.");
+  m.def("streaming_splits", &agmm::streaming_splits, py::arg("n"), py::arg("k"),
+        "The splits of K that a streaming kernel has for a B of this size, whatever M is.");
+  m.def("clusters_at_once", &agmm::clusters_at_once, py::arg("sms"), py::arg("ctas"),
+        "The number of clusters of so many CTAs that are computed at once; none of more than 8.");
+  m.attr("MAX_STREAMING_CLUSTER") = agmm::kMaxStreamingCluster;
   m.attr("ALIGNMENT") = agmm::kAlignment;
   m.attr("MAX_SIZE") = agmm::kMaxSize;
   m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;

@@ -57,7 +57,9 @@ inline Raster parse_raster(const std::string& name) {
 inline Schedule parse_schedule(const std::string& name) {
   if (name == "cooperative") return Schedule::Cooperative;
   if (name == "pingpong") return Schedule::Pingpong;
-  throw std::invalid_argument("schedule: found '" + name + "', wanted cooperative or pingpong");
+  if (name == "streaming") return Schedule::Streaming;
+  throw std::invalid_argument("schedule: found '" + name +
+                              "', wanted cooperative, pingpong or streaming");
 }
 
 inline std::string in_words(const KernelConfig& config) {

@@ -17,6 +17,9 @@ struct CallSpec {
   // Whether the kernel may be set up while the one ahead of it in the stream still runs, where that
   // is a kernel. It may for matmuls for which no other kernel on this GPU has to make room.
   bool starts_early = false;
+  // Whether a streaming kernel that starts early may load B before the kernel ahead has ended: the
+  // caller promises that none which may still run writes it.
+  bool weight_is_ahead = false;
 };
 
 }  // namespace agmm

@@ -12,19 +12,20 @@
 #include "ops/prepare.hpp"
 #include "ops/registry.hpp"
 #include "order/clusters.hpp"
+#include "order/streaming.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
 
 namespace {
 
-/// Whether AGMM_EARLY_START is on. Python checks that its value is one (_env.py).
-bool may_start_early() {
-  static bool const may = [] {
+/// The value of AGMM_EARLY_START. Python checks that it is one (_env.py).
+std::string const& early_start() {
+  static std::string const found = [] {
     char const* const value = std::getenv("AGMM_EARLY_START");
-    return value != nullptr && std::string(value) == "on";
+    return std::string(value == nullptr ? "" : value);
   }();
-  return may;
+  return found;
 }
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& device) {
@@ -32,6 +33,35 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& de
   return kernel_registry().find_matmul({device.architecture, Op::AllGatherMatmul, problem.dtype,
                                         problem.accumulation, problem.b_layout, problem.epilogue,
                                         args.config.shape});
+}
+
+/// Checks the CTAs that compute a tile together.
+void check_parts(AsyncInputArgs const& args, DeviceFacts const& device) {
+  Problem const& p = args.problem;
+  KernelShape const& shape = args.config.shape;
+  int32_t const splits = args.config.splits;
+  int32_t const ctas =
+      min_of(args.sm_count == 0 ? device.sm_count : args.sm_count, device.sm_count);
+  if (is_streaming(shape)) {
+    int32_t const most = min_of(kMaxStreamingCluster, ctas) / shape.cluster_n;
+    if (splits > most) {
+      refuse("config", std::to_string(splits) + " splits of " + shape.str(),
+             "at most " + std::to_string(most) + ", whose CTAs are a cluster");
+    }
+    return;
+  }
+  // The scratch memory holds the partial sums of one wave and no more.
+  Clusters const clusters(p, shape, ctas);
+  if (splits * clusters.blocks() > clusters.at_once) {
+    refuse("config", std::to_string(splits * clusters.blocks()) + " parts of clusters of tiles",
+           "one wave of them, at most " + std::to_string(clusters.at_once));
+  }
+  if (!splits_in_cluster(shape)) {
+    require_aligned("split_scratch", args.split_scratch);
+  } else if (splits > kMaxClusterSplits) {
+    refuse("config", std::to_string(splits) + " splits of " + shape.str(),
+           "at most a cluster of " + std::to_string(kMaxClusterSplits));
+  }
 }
 
 /// Checks the call and returns its kernel.
@@ -104,24 +134,23 @@ KernelEntry const& check(AsyncInputArgs const& args) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
-    // The scratch memory holds the partial sums of one wave and no more.
-    int32_t const ctas = args.sm_count == 0 ? device.sm_count : args.sm_count;
-    Clusters const clusters(p, args.config.shape, min_of(ctas, device.sm_count));
-    if (splits * clusters.blocks() > clusters.at_once) {
-      refuse("config", std::to_string(splits * clusters.blocks()) + " parts of clusters of tiles",
-             "one wave of them, at most " + std::to_string(clusters.at_once));
-    }
-    if (!splits_in_cluster(shape)) {
-      require_aligned("split_scratch", args.split_scratch);
-    } else if (splits > kMaxClusterSplits) {
-      refuse("config", std::to_string(splits) + " splits of " + shape.str(),
-             "at most a cluster of " + std::to_string(kMaxClusterSplits));
-    }
+    check_parts(args, device);
   }
   if (operands.a_out != nullptr && !kernel->facts.can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
   return *kernel;
+}
+
+/// Says how many CTAs are launched, and in which order they take tiles.
+void fit_to_clusters(AsyncInputArgs& args) {
+  KernelShape const& shape = args.config.shape;
+  ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
+                         args.arrival.chunks_k);
+  Clusters const clusters(args.problem, shape, args.sm_count);
+  if (args.config.splits * clusters.blocks() <= clusters.at_once) args.config.across = true;
+  args.sm_count =
+      min_of(args.sm_count, clusters.to_launch(chunks) * shape.cluster_m * shape.cluster_n);
 }
 
 }  // namespace
@@ -148,13 +177,7 @@ PreparedMatmul prepare(CallSpec const& given) {
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
   args.sm_count = min_of(args.sm_count, device.sm_count);
-  KernelShape const& shape = args.config.shape;
-  ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
-                         args.arrival.chunks_k);
-  Clusters const clusters(args.problem, shape, args.sm_count);
-  if (args.config.splits * clusters.blocks() <= clusters.at_once) args.config.across = true;
-  args.sm_count =
-      min_of(args.sm_count, clusters.to_launch(chunks) * shape.cluster_m * shape.cluster_n);
+  if (!is_streaming(args.config.shape)) fit_to_clusters(args);
 
   make_ready(kernel, device);
   static KeptParams<CallSpec> kept;
@@ -174,7 +197,8 @@ PreparedMatmul prepare(CallSpec const& given) {
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) {
   CallSpec call;
   call.matmul = args;
-  call.starts_early = may_start_early();
+  call.weight_is_ahead = early_start() == "weights";
+  call.starts_early = call.weight_is_ahead || early_start() == "on";
   return prepare(call);
 }
 

@@ -8,6 +8,16 @@
 
 namespace agmm {
 
+/// The number of clusters of so many CTAs that a Hopper with so many multiprocessors runs at once:
+/// a cluster lies within a GPC, GPCs differ in size, and what is left of each stays idle. For
+/// clusters of more than 2 it is what the driver of an H100 says, which has 132.
+AGMM_HOST_DEVICE constexpr int32_t clusters_at_once(int32_t sms, int32_t ctas) {
+  constexpr int32_t kSms = 132;
+  constexpr int32_t kAtOnce[] = {39, 30, 22, 17, 15, 15};  // of 3 CTAs and more
+  if (ctas <= 2) return sms / ctas;
+  return ctas <= 8 ? int32_t(int64_t(kAtOnce[ctas - 3]) * sms / kSms) : 0;
+}
+
 /// The blocks of a problem, each what a cluster of CTAs computes at a time, and how many clusters
 /// there is room for.
 struct Clusters {

@@ -18,6 +18,19 @@ CUTLASS_DEVICE void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
+/// Arrives, and makes the phase wait for so many bytes of bulk copies too.
+CUTLASS_DEVICE void mbarrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+}
+
+/// Stands behind the making of barriers, and ahead of the cluster's barrier behind which other CTAs
+/// and bulk copies use them.
+CUTLASS_DEVICE void fence_mbarriers_made() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 /// Whether the phase of this parity, the present one or the one before, is over.
 CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
   auto const at = uint32_t(__cvta_generic_to_shared(barrier));
@@ -34,6 +47,9 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
   return is_over != 0;
 }
 
+/// The longest time for which a waiting warp is suspended at once.
+constexpr uint32_t kSuspendedNs = 10'000'000;
+
 /// Returns when the phase of this parity is over. Without a limit: for what the CTA's own threads
 /// do, who have limits for what they wait for outside.
 ///
@@ -41,7 +57,6 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
 /// again and again, for all of a tile where it waits for the next one, and take the cycles of warps
 /// that multiply.
 CUTLASS_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-  constexpr uint32_t kSuspendedNs = 10'000'000;
   auto const at = uint32_t(__cvta_generic_to_shared(barrier));
   asm volatile(
       "{\n\t"
@@ -68,6 +83,43 @@ CUTLASS_DEVICE void mbarrier_arrive_in_cluster(uint64_t* barrier, int cta) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cluster(barrier, cta))
       : "memory");
+}
+
+/// Stores to an address_in_cluster().
+CUTLASS_DEVICE void store_in_cluster(uint32_t to, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+/// Arrives for what the warp has written to the shared memory of that CTA, and read from its own.
+CUTLASS_DEVICE void mbarrier_arrive_releasing_in_cluster(uint64_t* barrier, int cta) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   address_in_cluster(barrier, cta))
+               : "memory");
+}
+
+/// Does what mbarrier_wait() does, for what other CTAs of the cluster have written.
+CUTLASS_DEVICE void mbarrier_wait_in_cluster(uint64_t* barrier, uint32_t parity) {
+  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "AGAIN_%=:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1, %2;\n\t"
+      "@!p bra AGAIN_%=;\n\t"
+      "}" ::"r"(at),
+      "r"(parity), "r"(kSuspendedNs)
+      : "memory");
+}
+
+/// The two halves of the barrier of all threads of a cluster, or of a CTA that has none. Whole
+/// warps call them. An arrival orders nothing but what a fence ahead of it does
+/// (fence_mbarriers_made()): it is on the way to the first load, and a release would wait for
+/// memory.
+CUTLASS_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+CUTLASS_DEVICE void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 /// Stores to a CTA of the cluster and arrives at its barrier, whose phase ends when the value is

@@ -346,7 +346,7 @@ for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16"):
         a = torch.randn(m, k, device="cuda").bfloat16()
         b = torch.randn(n, k, device="cuda").bfloat16().t()
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
-        for splits in (1, 2) if kernel.can_split and k > 64 else (1,):
+        for splits in (1, 2) if kernel.can_split and k > kernel.tile_k else (1,):
             config = replace(kernel, splits=splits)
             async_input_mm.on_cuda(a, b, signals, chunks - 1, config=config)
 torch.cuda.synchronize()

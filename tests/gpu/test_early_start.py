@@ -22,3 +22,16 @@ def pool() -> Iterator[RankPool]:
 def test_waits_for_the_kernel_ahead(pool: RankPool, what: str, captured: bool) -> None:
     """The kernel ahead writes an operand, or reads what lay in the memory of the result."""
     pool.run(early_start_work.behind_a_late_kernel, what, captured)
+
+
+@pytest.fixture(scope="module")
+def pool_of_weights() -> Iterator[RankPool]:
+    with RankPool(1, "cuda", env={"AGMM_EARLY_START": "weights"}) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("what", ["a", "bias", "out"])
+def test_only_weights_are_ahead(pool_of_weights: RankPool, what: str, captured: bool) -> None:
+    """Streaming kernels load B before the kernel ahead has ended, and nothing else."""
+    pool_of_weights.run(early_start_work.behind_a_late_kernel, what, captured, True)

@@ -21,7 +21,8 @@ from agmm.planning.problems import CPU, DEFAULT_GPU, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, SmPush
 from agmm.planning.tuned_rows import Rows
 
-KERNELS = cost_model.default_kernels()
+KERNELS = tuple(k for k in cost_model.default_kernels() if not k.is_streaming)
+"""The kernels that compute tiles in waves; `test_streaming_plan.py` has the others."""
 
 
 def kernels_for(problem: Problem) -> tuple[KernelConfig, ...]:

@@ -78,7 +78,7 @@ def test_least_times_are_below_all_predictions() -> None:
                 assert predicted is not None
                 own = least[2] if isinstance(one.transport, SmPush) else least[1]
                 assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
-                if one.kernel.splits > 1:
+                if one.kernel.splits > 1 and not one.kernel.is_streaming:
                     whole = Tiling(problem, replace(one.kernel, splits=1))
                     some = at.least_split_load(whole)
                     bound = at.least_us(whole, some, is_pull, can_push)[0]
@@ -90,7 +90,10 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
     seen = set()
     for problem in random_problems(400, 6):
         kernel = draw.choice(KERNELS)
-        usual = draw.choice(heuristics.usual_plans(problem, kernel))
+        plans = heuristics.usual_plans(problem, kernel)
+        if not plans:  # its splits of K are too many for a cluster
+            continue
+        usual = draw.choice(plans)
         assert usual.kernel is not None
         transport = draw.choice([usual.transport, PUSH, PULL, parse("sm8x128"), parse("sm8x128h4")])
         splits = draw.choice([1, 1, 2, 3, 8])

@@ -61,8 +61,14 @@ def test_core_and_plan_agree_on_names(schedule: str, timed: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schedule": "streamk"}, "schedule: found 'streamk', wanted cooperative or pingpong"),
-        ({"schedule": "Pingpong"}, "schedule: found 'Pingpong', wanted cooperative or pingpong"),
+        (
+            {"schedule": "streamk"},
+            "schedule: found 'streamk', wanted cooperative, pingpong or streaming",
+        ),
+        (
+            {"schedule": "Pingpong"},
+            "schedule: found 'Pingpong', wanted cooperative, pingpong or streaming",
+        ),
         ({"raster": "along_k"}, "raster: found 'along_k', wanted along_m or along_n"),
         ({"raster": ""}, "raster: found '', wanted along_m or along_n"),
     ],

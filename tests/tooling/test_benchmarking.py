@@ -143,7 +143,7 @@ def test_summary_compares_with_the_best_of_the_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alone", "epilogues", "gemm", "scatter"])
+@pytest.mark.parametrize("name", ["alone", "epilogues", "few_rows", "gemm", "scatter"])
 def test_benchmarks_of_a_gpu_say_that_there_is_none(name: str) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     process = subprocess.run(

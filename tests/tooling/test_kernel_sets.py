@@ -73,6 +73,13 @@ class Entry:
         that decides on it there."""
         config = self.config
         schedule = (config.schedule, config.swapped)
+        if config.is_streaming:  # whose template is another
+            return {
+                ("dtypes", schedule, self.dtype),
+                ("layout", schedule, self.layout),
+                ("CTAs that share A", config.cluster_n > 1),
+                ("several MMAs", config.tile_n > 64),
+            }
         # In a swapped kernel the tile's rows are columns of the MMA.
         rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
         steps = (64,) if config.schedule == "pingpong" and rows >= 128 else ()
@@ -130,7 +137,8 @@ def test_each_set_holds_the_smaller_one(sets: dict[str, set[Entry]]) -> None:
     assert names[0] < names[1] < names[2] < names[3]
     for entry in every:
         config = entry.config
-        rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
+        is_swapped = config.swapped or config.is_streaming
+        rows, columns = (config.tile_m, config.tile_n)[:: -1 if is_swapped else 1]
         assert (rows % 64, columns % 8) == (0, 0)
         assert config.cluster_m * config.cluster_n <= 2
     # The tiles and clusters that tensor-parallel layers are usually tried with.
@@ -173,7 +181,8 @@ def test_plans_without_a_build_are_of_its_kernels(sets: dict[str, set[Entry]]) -
 
 @pytest.mark.parametrize("gpu", cost_model.known_gpus())
 def test_each_default_kernel_has_its_speed(gpu: str) -> None:
-    known, names = constants(gpu), [kernel.kernel for kernel in default_kernels()]
+    known = constants(gpu)
+    names = [kernel.kernel for kernel in default_kernels() if not kernel.is_streaming]
     assert [name for name in names if name not in known.tflops_per_sm] == []
     scatters = {kernel.kernel for kernel in default_kernels(problems.MATMUL_REDUCE_SCATTER)}
     assert scatters == set(known.scatter_tile_us)
@@ -238,6 +247,7 @@ RIGHT = {
     "sets": ["default", "all"],
 }
 FP8: dict[str, Any] = {"formats": ["e4m3"], "b_layouts": ["column"], "tile": "128x256x128"}
+STREAMING: dict[str, Any] = {"schedule": "streaming", "tile": "8x64x128", "cluster": "1x2"}
 DEFAULTS = json.loads(kernel_table.TABLE.read_text())["defaults"]
 
 
@@ -268,6 +278,20 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         ({"accumulation": "slow"}, "accumulation: found 'slow', wanted fast with operands of 16"),
         ({"op": "matmul_reduce_scatter", "swapped": True}, "swapped: found True, wanted false"),
         ({"op": "matmul_all_reduce"}, "schedule: found 'cooperative', wanted pingpong"),
+        (
+            STREAMING | {"tile": "64x8x128"},
+            "tile: found '64x8x128', wanted a multiple of 64 in rows",
+        ),
+        (
+            STREAMING | {"tile": "8x64x64"},
+            "tile: found '8x64x64', wanted 128 of K, in clusters of 1",
+        ),
+        (STREAMING | {"cluster": "2x1"}, "tile: .*, in clusters of 1x1 or 1x2, with streaming"),
+        (STREAMING | {"timed": True}, "schedule: found 'streaming', wanted another where the row"),
+        (
+            STREAMING | {"formats": ["e4m3"], "b_layouts": ["column"]},
+            "formats: .*, wanted those of 16",
+        ),
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
         ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain, activation, gate"),
         ({"epilogue": "gate", "timed": True}, "epilogue: found 'gate', wanted plain but for all_"),

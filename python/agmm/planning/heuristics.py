@@ -93,6 +93,8 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     few of the shapes measured on H200, within 4% on those (docs/dev/tried.md). Kernels for fp8
     operands have the orders in which their rates were measured, of every op."""
     fp8 = is_fp8(problem)
+    if config.is_streaming:  # which has an order of its own
+        return replace(config, raster="along_m", max_swizzle=1)
     if config.schedule == "pingpong":
         if has_few_rows_of_tiles(problem, config.tile_m):
             return replace(config, raster="along_m", max_swizzle=1)

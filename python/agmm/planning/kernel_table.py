@@ -26,7 +26,9 @@ FORMATS_OF_16_BITS = ("bf16", "fp16")
 FP8_FORMATS = ("e4m3", "e4m3_e5m2", "e5m2_e4m3")
 """The formats of A, and of B where that has another."""
 B_LAYOUTS = ("row", "column")
-SCHEDULES = ("cooperative", "pingpong")
+STREAMING = "streaming"
+"""The schedule of the kernels for few rows, whose template is another (`src/gemm/sm90`)."""
+SCHEDULES = ("cooperative", "pingpong", STREAMING)
 ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
 EPILOGUES = {"plain": "Bias", "activation": "Activation", "gate": "Gate"}
 """The epilogues, with their names in `agmm::Epilogue`."""
@@ -41,6 +43,8 @@ _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
 _COLUMNS_OF_HALVES = 128
 """The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
+_STREAMED_K = 128
+"""The K of a tile of a streaming kernel (`agmm::kStreamedK`)."""
 _MOST_CHARACTERS = 60
 """The most characters of a row that a message shows."""
 
@@ -163,10 +167,13 @@ def _row(given: dict[str, Any], where: str) -> KernelRow:
 
 def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     """The fields that do not go with the others, and what they want."""
-    rows, columns = row.tile[:2][:: -1 if row.swapped else 1]
+    is_streaming = row.schedule == STREAMING
+    rows, columns = row.tile[:2][:: -1 if row.swapped or is_streaming else 1]
     of_mma = f"{_MMA_ROWS} in rows of the MMA, of {_MMA_COLUMNS} in its columns"
     if rows % _MMA_ROWS or columns % _MMA_COLUMNS:
         yield "tile", f"a multiple of {of_mma}{' (swapped)' if row.swapped else ''}"
+    if is_streaming:
+        yield from _against_streaming(row)
     if row.cluster[0] * row.cluster[1] > _MOST_CTAS_OF_A_CLUSTER:
         yield "cluster", f"at most {_MOST_CTAS_OF_A_CLUSTER} CTAs"
     if len({format_ in FP8_FORMATS for format_ in row.formats}) > 1:
@@ -196,6 +203,16 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     holders = {"all", *(("default",) if "minimal" in row.sets else ())}
     if not holders <= set(row.sets):
         yield "sets", f"{' and '.join(sorted(holders))} among them, which hold the others"
+
+
+def _against_streaming(row: KernelRow) -> Iterator[tuple[str, str]]:
+    """The fields that do not go with the schedule, and what they want."""
+    if row.op != GATHER or row.swapped or row.timed:
+        yield "schedule", f"another where the row is of {row.op}, swapped or timed"
+    if row.is_fp8:
+        yield "formats", f"those of 16 bits with {STREAMING}"
+    if row.tile[2] != _STREAMED_K or row.cluster[0] != 1:
+        yield "tile", f"{_STREAMED_K} of K, in clusters of 1x1 or 1x2, with {STREAMING}"
 
 
 def _one_of(names: Sequence[str]) -> tuple[Callable[[Any], str | None], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from agmm import _core
 from agmm.planning import cost_model, formats
 from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan
 from agmm.planning.problems import (
@@ -135,7 +136,8 @@ def _why_gather_illegal(
 def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
     if kernel.splits in legal:
         return None
-    return f"plan: found {kernel.splits} splits of K for {kernel.kernel}, wanted 1 to {legal[-1]}"
+    wanted = f"{legal[0]} to {legal[-1]}" if legal else "another kernel"
+    return f"plan: found {kernel.splits} splits of K for {kernel.kernel}, wanted {wanted}"
 
 
 def _why_scatter_illegal(
@@ -217,7 +219,13 @@ def can_split(problem: Problem, kernel: KernelConfig) -> bool:
 
 
 def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
-    """How many splits K may have: all splits of all tiles are computed in one wave."""
+    """How many splits K may have: all splits of all tiles are computed in one wave. A streaming
+    kernel has one number for each size of B, so that a row's bits are the same in every call, and
+    is not legal where these are no cluster."""
+    if kernel.is_streaming:
+        splits = _core.streaming_splits(problem.n, problem.k)
+        fits = splits * kernel.cluster_n <= _core.MAX_STREAMING_CLUSTER
+        return range(splits, splits + 1 if fits else splits)
     if not can_split(problem, kernel):
         return range(1, 2)
     blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))

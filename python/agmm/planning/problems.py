@@ -24,7 +24,7 @@ core, and products of such numbers too."""
 
 _CONFIG_NAME = re.compile(
     rf"(?P<tile_m>{NUMBER})x(?P<tile_n>{NUMBER})x(?P<tile_k>{NUMBER})"
-    rf"_(?P<cluster_m>{NUMBER})x(?P<cluster_n>{NUMBER})_(?P<schedule>cooperative|pingpong)"
+    rf"_(?P<cluster_m>{NUMBER})x(?P<cluster_n>{NUMBER})_(?P<schedule>cooperative|pingpong|streaming)"
     r"(?P<swapped>_swapped)?(?P<timed>_timed)?(?:/split(?P<splits>[2-9]|[1-9][0-9]{1,3}))?"
     r"(?:/swizzle(?P<max_swizzle>[1248])(?:/(?P<raster>along_m|along_n)(?P<across>/across)?)?)?"
 )
@@ -68,12 +68,12 @@ def _of_core(config: KernelConfig) -> _core.KernelConfig:
 class KernelConfig:
     """A kernel of the table in ``kernels.json``, with its swizzle and raster.
 
-    ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
-    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that records when each
-    tile waited and ran. ``splits`` CTAs compute a tile together, each over a range of K, where
-    ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
-    and its columns in steps of 64. ``across``: the tiles go in one order over all rows, not one
-    chunk's after another's, so that those which share columns of B come together.
+    ``schedule`` is ``"cooperative"``, ``"pingpong"`` or ``"streaming"``; ``raster`` is
+    ``"along_m"`` or ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
+    records when each tile waited and ran. ``splits`` CTAs compute a tile together, each over a
+    range of K, where ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in
+    steps of 8 and its columns in steps of 64. ``across``: the tiles go in one order over all rows,
+    not one chunk's after another's, so that those which share columns of B come together.
     """
 
     tile_m: int
@@ -137,6 +137,17 @@ class KernelConfig:
     def splits_in_cluster(self) -> bool:
         """Whether the CTAs that split K of a tile are a cluster, and add up in shared memory."""
         return self.core.splits_in_cluster
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether it is a kernel for few rows, which reads B as fast as memory gives it. Its splits
+        of K are those of B's size (`legality.legal_splits`)."""
+        return self.core.is_streaming
+
+    @property
+    def can_push(self) -> bool:
+        """Whether it has spare warps that send a shard (SM push)."""
+        return self.core.can_push
 
     @property
     def stores_A(self) -> Sequence[str]:

@@ -17,7 +17,7 @@ from agmm.planning.heuristics import (
     usual_order,
     usual_sm_push_at,
 )
-from agmm.planning.legality import can_split, splits_that_fit
+from agmm.planning.legality import can_split, legal_splits, splits_that_fit
 from agmm.planning.plans import Plan
 from agmm.planning.problems import MAX_COLUMN_CHUNKS, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_transports
@@ -40,7 +40,9 @@ class SplitKernel:
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
         copying = copy_transports(problem, config)
         self.config = config
-        self.can_split, self.is_swapped = can_split(problem, config), config.swapped
+        self.can_split = not config.is_streaming and can_split(problem, config)
+        """Whether it has other numbers of splits than this one."""
+        self.is_swapped = config.swapped
         self.tiling = Tiling(problem, config)
         self.copies = copying[0] if copying else PUSH
         self.is_pull = self.copies == PULL
@@ -67,6 +69,14 @@ class SplitKernel:
         return usual_sm_push_at(at, self.tiling, load, self.config.splits)
 
 
+def _with_fewest_splits(problem: Problem, kernel: KernelConfig) -> Iterator[KernelConfig]:
+    """The kernel as plans have it; nothing where it is a streaming one that cannot serve."""
+    if not kernel.is_streaming:
+        yield kernel
+    else:
+        yield from (replace(kernel, splits=splits) for splits in legal_splits(problem, kernel))
+
+
 _PRUNING = 1.0 + 1e-9
 """The tolerance in comparisons of predictions with floors, which are computed in another order of
 operations."""
@@ -84,7 +94,10 @@ class Search:
     def __init__(self, problem: Problem, kernels: Sequence[KernelConfig]) -> None:
         # Each kernel's list is indexed by its splits of K, from 1 on.
         self._of_kernels = [
-            [SplitKernel(problem, kernel)] for kernel in kernels if copy_transports(problem, kernel)
+            [SplitKernel(problem, config)]
+            for kernel in kernels
+            if copy_transports(problem, kernel)
+            for config in _with_fewest_splits(problem, kernel)
         ]
 
     def fastest(self, at: At) -> tuple[Plan, float] | None:

@@ -191,6 +191,8 @@ class SmPush(FusedGather):
         has_it = problem.gpu != CPU and self.serves(problem)
         if kernel is None or not has_it or PUSH not in copy_transports(problem, kernel):
             return super().why_illegal(problem, kernel)
+        if not kernel.can_push:
+            return f"sm push: found {kernel.kernel}, wanted a kernel with spare warps"
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
         if not problem.peer_atomics:

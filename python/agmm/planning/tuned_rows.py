@@ -102,7 +102,7 @@ class GatherRow(TunedRow):
             config = self.kernel.config
             if self.push is not None and self.push.has_ctas(problem.k):
                 plain = replace(plain, transport=replace(self.push, head_chunks=0))
-            if config.splits > 1:
+            if config.splits > 1 and not config.is_streaming:
                 plain = replace(plain, kernel=replace(config, splits=1))
             built = built_as(config, kernels)
             if plain is not plan and built is not None:

@@ -118,6 +118,10 @@ class At:
         return found
 
     def load(self, t: Tiling) -> Load:
+        if t.stream is not None:
+            us, behind_us = t.stream.us(self.problem)
+            # `streaming_us` stands in place of `call_us`.
+            return Load(behind_us, min(self.blocks(t), t.workers), 1, us, -self.c.call_us)
         c = self.c
         rows_of_blocks = -(-self.problem.m // t.block_rows)
         blocks = rows_of_blocks * t.blocks_in_row

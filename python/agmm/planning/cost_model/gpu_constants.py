@@ -122,6 +122,17 @@ class Constants:
     """The rate at which a matmul reads and writes that memory."""
     matmul_latency_us: float
     """The latency that the library's matmul adds to its memory traffic."""
+    streaming_gb_per_s: float
+    """The rate at which streaming kernels read B."""
+    streaming_l2_gb_per_s: float
+    """The rate at which they read A and B from L2, which all bytes pass."""
+    streaming_sm_gb_per_s: float
+    """The rate at which one multiprocessor takes them."""
+    streaming_us: float
+    """The time of such a kernel until its first bytes have come, and after its last, in place of
+    ``call_us``."""
+    streaming_split_us: float
+    """The additional time where K is split."""
     l2_mb: float
     """The megabytes of B that stay in the L2 cache from one chunk's tiles to the next one's."""
     sources: str

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
+from agmm.planning.cost_model.streaming import Stream
 from agmm.planning.problems import PLAIN, KernelConfig, Problem
 
-_CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
-"""The number of clusters that an H100 of 132 multiprocessors runs at once, by their CTAs, as its
-driver says: a cluster lies within a GPC, GPCs differ in size, and what is left of each stays
-idle."""
-
-
-def clusters_at_once(sms: int, ctas: int) -> int:
-    """The number of clusters of so many CTAs that are computed at once; none of more than 8."""
-    return sms // ctas if ctas <= 2 else _CLUSTERS.get(ctas, 0) * sms // 132
+clusters_at_once = _core.clusters_at_once
+"""The number of clusters of so many CTAs that are computed at once; none of more than 8."""
 
 
 class Tiling:
@@ -34,6 +29,7 @@ class Tiling:
         "least_split_us",
         "schedule",
         "split_us",
+        "stream",
         "tile_m",
         "workers",
     )
@@ -50,6 +46,13 @@ class Tiling:
         together = config.splits if config.splits_in_cluster else 1
         self.workers = clusters_at_once(sms, self.ctas * together) * together
         """The number of clusters that are computed at once."""
+        self.schedule = config.schedule
+        self.stream: Stream | None = None
+        """What a streaming kernel reads; it has no times of tiles."""
+        if config.is_streaming:
+            self.stream = Stream(problem, config)
+            self.across = True
+            return
         kernel = config.kernel
         rate = c.of_kernel(c.tflops_per_sm, config, c.other_tflops_per_sm)
         busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
@@ -73,7 +76,6 @@ class Tiling:
         parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * each_us) ** 0.5
         self.least_split_us = self.fixed_us + once_us + parts_us
         """The least time of a tile whose K is split."""
-        self.schedule = config.schedule
 
     def free_sms(self, blocks: int) -> int:
         """Multiprocessors beside so many clusters of tiles, in whole clusters."""

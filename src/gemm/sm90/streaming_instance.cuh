@@ -1,0 +1,144 @@
+// The host's side of the streaming kernels; generated translation units instantiate it for the rows
+// of the kernel table whose schedule is streaming.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <new>
+
+#include "cutlass/cuda_host_adapter.hpp"
+#include "gemm/call_spec.hpp"
+#include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
+#include "gemm/sm90/element_types.hpp"
+#include "gemm/sm90/streaming_kernel.hpp"
+
+namespace agmm {
+
+template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
+          int ClusterN, Schedule kSchedule, Epilogue kEpilogue = Epilogue::Bias>
+struct StreamingInstance {
+  using Element = typename TypesOf<Element_>::A;
+  static constexpr BLayout kBLayout =
+      std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  using Kernel = StreamingKernel<Element, kBLayout, TileM, TileN, ClusterN, kEpilogue>;
+  using Params = typename Kernel::Params;
+  static_assert(kSchedule == Schedule::Streaming && TileK == kStreamedK && ClusterM == 1);
+  static_assert(alignof(Params) <= kParamsAlignment);
+  static constexpr KernelFacts kFacts =
+      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule}, kDType<Element_>, kBLayout,
+               Accumulation::Fast, kEpilogue);
+
+  /// The descriptor of boxes of a matrix whose rows are `row_elements` apart. Returns whether the
+  /// driver takes it.
+  static bool describe(CUtensorMap& map, void const* matrix, int32_t rows, int32_t columns,
+                       int64_t row_elements, int32_t box_rows, CUtensorMapL2promotion promotion) {
+    static_assert(sizeof(Element) == 2);
+    constexpr auto kType = kDType<Element_> == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    cuuint64_t const shape[] = {cuuint64_t(columns), cuuint64_t(rows)};
+    cuuint64_t const row_bytes[] = {cuuint64_t(row_elements) * sizeof(Element)};
+    cuuint32_t const box[] = {cuuint32_t(Kernel::kSlabColumns), cuuint32_t(box_rows)};
+    cuuint32_t const steps[] = {1, 1};
+    return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+               &map, kType, 2, const_cast<void*>(matrix), shape, row_bytes, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  }
+
+  static bool describe_operands(Params& params, Problem const& p, Operands const& operands) {
+    // The neighbours of what a box reads of a row of a column-major B are what the next one reads.
+    constexpr auto kWide = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    constexpr auto kUsual = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    bool const are_described =
+        kBLayout == BLayout::ColumnMajor
+            ? describe(params.weight, operands.b, p.n, p.k, operands.ldb, TileN, kWide)
+            : describe(params.weight, operands.b, p.k, p.n, operands.ldb, Kernel::kSlabColumns,
+                       kUsual);
+    Range const local = params.local_rows;
+    void const* const a_local = local.empty() ? operands.a : operands.a_local;
+    int32_t const local_rows = local.empty() ? p.m : local.size();
+    // Rows of a box beyond A would take time, and nobody reads them.
+    int32_t const last_rows = p.m % TileM == 0 ? TileM : p.m % TileM;
+    bool const is_last_local = local.contains({p.m - last_rows, p.m});
+    return are_described && describe(params.a, operands.a, p.m, p.k, p.k, TileM, kUsual) &&
+           describe(params.a_local, a_local, local_rows, p.k, p.k, TileM, kUsual) &&
+           describe(params.last_rows, is_last_local ? a_local : operands.a,
+                    is_last_local ? local_rows : p.m, p.k, p.k, last_rows, kUsual);
+  }
+
+  static char const* prepare(CallSpec const& call, void* params_memory) {
+    AsyncInputArgs const& mm = call.matmul;
+    Problem const& p = mm.problem;
+    Operands const& operands = mm.operands;
+    Arrival const& arrival = mm.arrival;
+    if (call.push.shard != nullptr) return "found SM push, wanted a transport by copies";
+    Params& params = *new (params_memory) Params{};
+    ChunkGrid const chunks(p.m, p.k, arrival.chunks_m, arrival.chunks_k);
+    params.arrival = {chunks,
+                      arrival.signals,
+                      arrival.ready_value,
+                      ChunkArrival::bit_of_each(chunks),
+                      {call.report_place, mm.limit_ns, arrival.senders, mm.rank}};
+    params.local_rows = {operands.local_begin, operands.local_end};
+    params.release = call.release;
+    params.out = static_cast<Element*>(operands.out);
+    params.epilogue = epilogue_args<Element>(operands.bias, operands.scales, params.local_rows);
+    params.m = p.m;
+    params.n = p.n;
+    params.k_tiles = ceil_div(p.k, kStreamedK);
+    params.splits = FastDiv(mm.config.splits);
+    params.tiles_m = FastDiv(ceil_div(p.m, TileM));
+    int32_t const blocks_n = ceil_div(p.n, TileN * ClusterN);
+    if (int64_t(blocks_n) * params.tiles_m.divisor > INT32_MAX) return "found too many tiles";
+    params.blocks = blocks_n * params.tiles_m.divisor;
+    // Clusters that may not lie side by side wait for room, so none is left out.
+    int32_t const at_once = clusters_at_once(mm.sm_count, params.cluster_ctas());
+    params.clusters = streaming_clusters(params.blocks, max_of(1, at_once));
+    params.starts_early = call.starts_early;
+    params.weight_is_ahead = call.weight_is_ahead;
+    params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr;
+    if (!describe_operands(params, p, operands)) return "the driver refused a TMA descriptor";
+    return nullptr;
+  }
+
+  static int setup() {
+    return cudaFuncSetAttribute(reinterpret_cast<void const*>(streaming_kernel<Kernel>),
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(sizeof(typename Kernel::Shared)));
+  }
+
+  static int launch(void* memory, void* stream) {
+    Params const& params = *static_cast<Params const*>(memory);
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (params.cluster_ctas() != 1) {
+      cudaLaunchAttribute& cluster = attributes[count++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {unsigned(params.cluster_ctas()), 1, 1};
+    }
+    if (params.starts_early) {
+      cudaLaunchAttribute& early = attributes[count++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(params.ctas()));
+    config.blockDim = dim3(Kernel::kThreads);
+    config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes;
+    config.numAttrs = count;
+    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(streaming_kernel<Kernel>),
+                               &memory);
+  }
+
+  /// There is no leaner variant: no streaming kernel pushes or stores A.
+  static constexpr KernelEntry entry() {
+    constexpr KernelVariant kOnly{sizeof(Params), &prepare, &setup, &launch};
+    return {kFacts, kOnly, kOnly};
+  }
+};
+
+}  // namespace agmm

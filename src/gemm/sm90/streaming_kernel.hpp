@@ -1,0 +1,483 @@
+// The matmul of few rows: B passes through shared memory at the rate at which memory gives it.
+//
+// With few rows nothing but the bytes of B takes time. So all CTAs read equal shares of it
+// (order/streaming.hpp), each has as much of it on its way as its shared memory holds, and nothing
+// that is awaited stands before the first load:
+//   warp 4       makes the barriers and loads B, stage after stage, whatever becomes of A
+//   warp 5       awaits the kernel ahead and the signals of A's chunks, and loads A
+//   warps 0 to 3 multiply: wgmma with 64 columns of out as its rows, and rows of out as its columns
+// A cluster is kClusterN tiles side by side, which share the loads of A, times the splits of K,
+// whose CTAs send each other their sums.
+//
+// The ring. Stage i of kStages has `full` (2 arrivals: of warps 4 and 5, each of which expects the
+// bytes that it loads, and A's bytes, from all CTAs that share them) and `empty` (4 arrivals, one
+// of each warp that multiplies, in each CTA that shares the loads of A). All warps go through the
+// same tiles and k tiles, so each counts the uses of a stage for itself, and use u of it is phase u
+// of both barriers.
+//   1. Warps 4 and 5 write to a stage for use u behind phase u - 1 of `empty`: all that read use
+//      u - 1 have, in all CTAs to which warp 5 sends. Phase u of `full` has not ended then in any
+//      of them, since each wants an arrival of its own warp 5, which comes behind the same wait. So
+//      bytes that another CTA sends early are counted in their phase, though its barrier may not
+//      have been told to expect them yet.
+//   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage.
+//   3. Warp 5 ends behind the last phases of `empty`: then all of A has landed, here and in the
+//   CTAs
+//      to which it was sent, and no other CTA will arrive at a barrier of this one's ring. It is
+//      the warp that says that A has been read (sync/release.hpp).
+//
+// The sums. Row r of a tile belongs to split r % splits, its owner. Each CTA writes its sums of a
+// row to the owner's memory, at the place of its own split, and arrives at the owner's `sums_full`
+// (4 arrivals of each split); the owner adds them up in the order of the splits. `sums_empty` (as
+// many) says that all owners have read a tile's sums, and is awaited before the next tile's are
+// written. The last tile's have nobody who waits for them, and no CTA arrives for them: so none
+// arrives at one that may have ended. What is sent to a CTA before is what it waits for itself.
+//
+// Bits. The sum of a row goes through K in steps of 16 within a split, then through the splits. No
+// step depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
+// B alone (streaming_splits).
+//
+// Programmatic launch (kernel_instance.cuh has the invariant: griddepcontrol.wait stands before the
+// first access to memory that a kernel writes or reads). Of this kernel's threads
+//   - warp 5 executes it before it looks at a signal, loads A, or releases anything;
+//   - the warps that multiply do before they read the bias and write out;
+//   - warp 4 does before it loads B, but where Params::weight_is_ahead. Then the caller has
+//   promised
+//     that no kernel writes B which may still run when this one starts: neither the kernel ahead,
+//     nor, where that one lets this one start before its own wait, those before it.
+// Every CTA has these warps, and each takes its wait on every path; so a kernel behind this one
+// that waits for its end finds the kernels ahead of it ended too. Where nothing here is awaited
+// from other kernels but the one ahead, CTAs of the next kernel may take the places that this one
+// leaves (launch_dependents); a kernel that awaits signals never lets them, since what is to write
+// these may need the places.
+//
+// Shared memory has no conflicts of banks. TMA writes, and wgmma reads, in the pattern of 128-byte
+// swizzles, where the 16-byte pieces of 8 neighbouring rows lie in different banks. A warp writes
+// its sums to 4 rows of out, 2 rows apart, and 8 columns of each: with a pitch of 4 more floats
+// than the tile has columns they begin 8 banks apart.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
+#include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/wgmma.hpp"
+#include "order/streaming.hpp"
+#include "sync/device_release.hpp"
+#include "sync/device_wait.hpp"
+#include "sync/mbarrier.hpp"
+#include "sync/tensor_load.hpp"
+#include "testing/fault.hpp"
+#include "testing/stress_delay.hpp"
+
+namespace agmm {
+
+/// Lets the kernel behind this one in the stream start its CTAs, where it may be launched
+/// programmatically, once all CTAs of this one have called it or ended.
+CUTLASS_DEVICE void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+/// kTileM rows and kTileN columns of out are a CTA's tile.
+template <class Element_, BLayout kBLayout, int kTileM, int kTileN, int kClusterN,
+          Epilogue kEpilogue>
+struct StreamingKernel {
+  using Element = Element_;
+  using Policy = EpiloguePolicy<kEpilogue, Element, false>;
+  static constexpr int kThreads = 192;
+  static constexpr int kWeightWarp = 4;  // the next one is A's
+  static constexpr int kMultiplyingWarps = 4;
+  static constexpr int kSharedBytes = 227 * 1024;  // that a CTA may have
+
+  /// A slab is the box of a TMA load: 128 bytes of K wide (where B is row-major: of columns).
+  static constexpr int kRowBytes = 128;
+  static constexpr int kSlabColumns = kRowBytes / int(sizeof(Element));
+  static constexpr int kSlabs = kStreamedK / kSlabColumns;
+  static constexpr int kAtoms = kTileN / kStreamedColumns;
+  static constexpr int kAtomBytes = kStreamedColumns * kRowBytes;  // of one slab
+  static constexpr int kWeightBytes = kSlabs * kAtoms * kAtomBytes;
+  static constexpr int kSlabBytesOfA = kTileM * kRowBytes;
+  static constexpr int kBytesOfA = kSlabs * kSlabBytesOfA;
+  static_assert(kTileM % 8 == 0 && kTileN % kStreamedColumns == 0);
+  static_assert(kClusterN == 1 || kClusterN == kSlabs, "each CTA loads one slab of A for all");
+
+  static constexpr int kMaxSplits = kMaxStreamingCluster / kClusterN;
+  static constexpr int kSumPitch = kTileN + 4;
+  static constexpr int kSumFloats = (kTileM + kMaxSplits - 1) * kSumPitch;  // of all splits' rows
+  static constexpr int kStages = min_of(
+      (kSharedBytes - kSumFloats * int(sizeof(float)) - 512) / (kWeightBytes + kBytesOfA), 16);
+  static_assert(kStages >= 3);
+
+  struct Shared {
+    alignas(1024) uint8_t weight[kStages][kWeightBytes];
+    alignas(1024) uint8_t a[kStages][kBytesOfA];
+    alignas(16) float sums[kSumFloats];
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+    uint64_t sums_full;
+    uint64_t sums_empty;
+    uint32_t seen;  // of ChunkGate
+  };
+  static_assert(sizeof(Shared) <= kSharedBytes);
+
+  struct Params {
+    CUtensorMap weight;
+    CUtensorMap a;
+    CUtensorMap a_local;
+    CUtensorMap last_rows;  // of A or A_local, where tiles do not divide M
+    ChunkArrival arrival{};
+    Range local_rows{};  // these rows are read from A_local and need no signal
+    Release release{};
+    Element* out = nullptr;
+    typename Policy::Args epilogue{};
+    int32_t m = 0;
+    int32_t n = 0;
+    int32_t k_tiles = 0;  // of kStreamedK columns of A
+    FastDiv splits{};
+    FastDiv tiles_m{};
+    int32_t blocks = 0;    // of a cluster
+    int32_t clusters = 0;  // of the launch
+    bool starts_early = false;
+    bool weight_is_ahead = false;
+    bool lets_next_start = false;
+
+    int32_t cluster_ctas() const { return kClusterN * splits.divisor; }
+    int32_t ctas() const { return clusters * cluster_ctas(); }
+  };
+
+  CUTLASS_DEVICE static void run(Params const& params, char* memory) {
+    auto& shared = *reinterpret_cast<Shared*>(memory);
+    Place const place(params);
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp < kMultiplyingWarps) {
+      multiply(params, shared, place);
+    } else if (warp == kWeightWarp) {
+      load_weight(params, shared, place);
+    } else {
+      load_a(params, shared, place);
+    }
+  }
+
+ private:
+  /// What a CTA has to do.
+  struct Place {
+    int32_t cluster;
+    int32_t beside;  // the tile's number among those of its cluster
+    int32_t split;
+    Range k_tiles;
+
+    CUTLASS_DEVICE explicit Place(Params const& params) {
+      int32_t const of_tile = int32_t(blockIdx.x) / kClusterN;
+      beside = int32_t(blockIdx.x) % kClusterN;
+      cluster = params.splits.divide(of_tile);
+      split = params.splits.remainder(of_tile);
+      k_tiles = {params.splits.divide(split * params.k_tiles),
+                 params.splits.divide((split + 1) * params.k_tiles)};
+    }
+    /// The rank in the cluster of the CTA that has another split of this one's tile.
+    CUTLASS_DEVICE int32_t rank_of(int32_t of_split) const { return of_split * kClusterN + beside; }
+    /// The rank of a CTA with this one's split.
+    CUTLASS_DEVICE int32_t rank_beside(int32_t of_tile) const {
+      return split * kClusterN + of_tile;
+    }
+  };
+
+  struct Tile {
+    Range rows;
+    int32_t column;
+
+    CUTLASS_DEVICE Tile(Params const& params, Place const& place, int32_t block) {
+      int32_t const begin = params.tiles_m.remainder(block) * kTileM;
+      rows = {begin, min_of(begin + kTileM, params.m)};
+      column = (params.tiles_m.divide(block) * kClusterN + place.beside) * kTileN;
+    }
+  };
+
+  /// A place in the ring, as one warp counts it.
+  struct Stage {
+    int32_t index = 0;
+    uint32_t phase = 0;
+
+    CUTLASS_DEVICE void advance() {
+      if (++index == kStages) {
+        index = 0;
+        phase ^= 1;
+      }
+    }
+  };
+
+  CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
+    }
+    mbarrier_init(&shared.sums_full, kMultiplyingWarps * params.splits.divisor);
+    mbarrier_init(&shared.sums_empty, kMultiplyingWarps * params.splits.divisor);
+    fence_mbarriers_made();
+  }
+
+  CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
+    bool const issues = lane_id() == 0;
+    if (issues) {
+      prefetch_descriptor(&params.weight);
+      make_barriers(params, shared);
+    }
+    __syncwarp();
+    cluster_arrive();
+    if (params.lets_next_start) let_next_kernel_start();
+    if (!params.weight_is_ahead) wait_for_previous_kernel();
+    stress_delay_warp(params.arrival.wait_limit.rank);
+    if (issues) {
+      uint64_t const policy = evict_first_policy();
+      Stage stage;
+      for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
+        int32_t const column = Tile(params, place, block).column;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
+          uint64_t* const full = &shared.full[stage.index];
+          mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+          mbarrier_arrive_expecting(full, kWeightBytes);
+          load_stage_of_weight(params, shared.weight[stage.index], column, k, full, policy);
+        }
+      }
+    }
+    __syncwarp();
+    cluster_wait();
+  }
+
+  CUTLASS_DEVICE static void load_stage_of_weight(Params const& params, uint8_t* to, int32_t column,
+                                                  int32_t k, uint64_t* full, uint64_t policy) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      int32_t const depth = k * kStreamedK + slab * kSlabColumns;
+      uint8_t* const at = to + slab * kAtoms * kAtomBytes;
+      if constexpr (kBLayout == BLayout::ColumnMajor) {
+        tensor_load(at, &params.weight, depth, column, full, policy);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          tensor_load(at + atom * kAtomBytes, &params.weight, column + atom * kStreamedColumns,
+                      depth, full, policy);
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared, Place const& place) {
+    cluster_arrive();
+    bool const issues = lane_id() == 0;
+    wait_for_previous_kernel();
+    uint32_t const seen = first_look(params.arrival);
+    if (issues) shared.seen = seen;
+    __syncwarp();
+    fence_proxy_async_global();
+    cluster_wait();
+    Stage stage;
+    for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
+      Range const rows = Tile(params, place, block).rows;
+      bool const is_local = params.local_rows.contains(rows);
+      CUtensorMap const* const descriptor = rows.size() < kTileM ? &params.last_rows
+                                            : is_local           ? &params.a_local
+                                                                 : &params.a;
+      int32_t const row = is_local ? rows.begin - params.local_rows.begin : rows.begin;
+      ChunkGate<kTileM, kStreamedK, true> gate(params.arrival, shared.seen, rows.begin,
+                                               place.k_tiles, is_local);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
+        while (k >= gate.k_end()) gate.look(true);
+        __syncwarp();
+        if (!issues) continue;
+        uint64_t* const full = &shared.full[stage.index];
+        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        mbarrier_arrive_expecting(full, uint32_t(rows.size()) * kRowBytes * kSlabs);
+        uint8_t* const to = shared.a[stage.index];
+        int32_t const depth = k * kStreamedK;
+        if constexpr (kClusterN == 1) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int slab = 0; slab < kSlabs; ++slab) {
+            tensor_load(to + slab * kSlabBytesOfA, descriptor, depth + slab * kSlabColumns, row,
+                        full);
+          }
+        } else {
+          constexpr uint32_t kAll = (1u << kClusterN) - 1;
+          tensor_load_for(uint16_t(kAll << place.rank_beside(0)), to + place.beside * kSlabBytesOfA,
+                          descriptor, depth + place.beside * kSlabColumns, row, full);
+        }
+      }
+      if constexpr (kNoWait) gate.look_too_late();
+    }
+    __syncwarp();
+    if (issues) {
+      // A stage that was never used has nobody to wait for, as at the start.
+      for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
+        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+      }
+    }
+    __syncwarp();
+    finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
+  }
+
+  /// The descriptor by which wgmma finds 16 columns of K of 64 columns of B, or of the rows of A,
+  /// in a slab: the format of PTX, for swizzles of 128 bytes, whose atoms of 8 rows follow one
+  /// another.
+  CUTLASS_DEVICE static uint64_t wgmma_descriptor(uint8_t const* at) {
+    constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+    constexpr uint64_t kAtomStride = uint64_t(8 * kRowBytes / 16) << 32;
+    constexpr uint64_t kUnused = uint64_t(1) << 16;
+    uint64_t const address = uint32_t(__cvta_generic_to_shared(at)) / 16;
+    return kSwizzle128 | kAtomStride | kUnused | address;
+  }
+
+  using Sums = float[kAtoms][kTileM / 2];
+
+  CUTLASS_DEVICE static void fence(Sums& sums) {
+    CUTLASS_PRAGMA_UNROLL
+    for (auto& of_atom : sums) {
+      CUTLASS_PRAGMA_UNROLL
+      for (float& sum : of_atom) cute::warpgroup_fence_operand(sum);
+    }
+  }
+
+  CUTLASS_DEVICE static void multiply_stage(Shared const& shared, int32_t stage, Sums& sums) {
+    using cute::GMMA::Major;
+    constexpr bool kIsColumnMajor = kBLayout == BLayout::ColumnMajor;
+    using Mma = Wgmma<Element, Element, kTileM, kIsColumnMajor ? Major::K : Major::MN, Major::K>;
+    constexpr int kSteps = kSlabColumns / Mma::kDepth;
+    constexpr int kStepBytes = Mma::kDepth * int(sizeof(Element));
+    // A slab of row-major B has 64 rows of K, of 64 columns each.
+    constexpr int kStepBytesOfB = kIsColumnMajor ? kStepBytes : Mma::kDepth * kRowBytes;
+    fence(sums);
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        uint64_t const a =
+            wgmma_descriptor(shared.a[stage] + slab * kSlabBytesOfA + step * kStepBytes);
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          uint64_t const b = wgmma_descriptor(
+              shared.weight[stage] + (slab * kAtoms + atom) * kAtomBytes + step * kStepBytesOfB);
+          Mma::fma(sums[atom], b, a, 1);
+        }
+      }
+    }
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence(sums);
+  }
+
+  CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
+    cluster_arrive();
+    cluster_wait();
+    wait_for_previous_kernel();
+    Stage stage;
+    uint32_t parity = 0;  // of the tile
+    for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
+      Tile const tile(params, place, block);
+      Sums sums{};
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
+        mbarrier_wait(&shared.full[stage.index], stage.phase);
+        multiply_stage(shared, stage.index, sums);
+        if (lane_id() < kClusterN) {
+          mbarrier_arrive_in_cluster(&shared.empty[stage.index], place.rank_beside(lane_id()));
+        }
+      }
+      if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
+      send_sums(params, shared, place, tile, sums);
+      arrive_at_splits(params, place, &shared.sums_full);
+      mbarrier_wait_in_cluster(&shared.sums_full, parity);
+      add_up(params, shared, place, tile);
+      if (block + params.clusters < params.blocks) {
+        arrive_at_splits(params, place, &shared.sums_empty);
+      }
+      parity ^= 1;
+    }
+  }
+
+  /// Arrives for a warp at the barrier of all CTAs that have splits of its tile. In one CTA it need
+  /// not wait until the stores to a cluster are there, which takes about as long as a load.
+  CUTLASS_DEVICE static void arrive_at_splits(Params const& params, Place const& place,
+                                              uint64_t* barrier) {
+    __syncwarp();
+    int32_t const split = lane_id();
+    if (params.splits.divisor == 1) {
+      if (split == 0) mbarrier_arrive(barrier);
+    } else if (split < params.splits.divisor) {
+      mbarrier_arrive_releasing_in_cluster(barrier, place.rank_of(split));
+    }
+  }
+
+  /// Where the owner of a row has its sums of one split; `of_owner`: the row's number among its.
+  CUTLASS_DEVICE static int32_t sums_at(Params const& params, int32_t split, int32_t of_owner) {
+    return (split * params.splits.divide(kTileM + params.splits.divisor - 1) + of_owner) *
+           kSumPitch;
+  }
+
+  CUTLASS_DEVICE static void send_sums(Params const& params, Shared& shared, Place const& place,
+                                       Tile const& tile, Sums const& sums) {
+    auto const thread = int32_t(threadIdx.x);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTileM / 4; ++i) {
+      int32_t const row = fragment_column(thread) + 8 * (i / 2) + i % 2;
+      if (row >= tile.rows.size()) break;
+      float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row));
+      uint32_t const to = address_in_cluster(of_row + fragment_row(thread),
+                                             place.rank_of(params.splits.remainder(row)));
+      CUTLASS_PRAGMA_UNROLL
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          store_in_cluster(to + uint32_t(atom * kStreamedColumns + 8 * half) * sizeof(float),
+                           sums[atom][4 * (i / 2) + 2 * half + i % 2]);
+        }
+      }
+    }
+  }
+
+  /// Adds up this CTA's share of a tile and stores it.
+  CUTLASS_DEVICE static void add_up(Params const& params, Shared const& shared, Place const& place,
+                                    Tile const& tile) {
+    constexpr int kPieces = kTileN / kAlignment;  // of a row
+    int32_t const splits = params.splits.divisor;
+    int32_t const rows = params.splits.divide(tile.rows.size() + splits - 1 - place.split);
+    for (int32_t i = int32_t(threadIdx.x); i < rows * kPieces;
+         i += kMultiplyingWarps * cutlass::NumThreadsPerWarp) {
+      int32_t const of_owner = i / kPieces;
+      int32_t const column = tile.column + i % kPieces * kAlignment;
+      if (column >= params.n) continue;
+      int32_t const row = tile.rows.begin + of_owner * splits + place.split;
+      Floats<kAlignment> sum;
+      sum.clear();
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t split = 0; split < splits; ++split) {
+        float const* const from =
+            shared.sums + sums_at(params, split, of_owner) + i % kPieces * kAlignment;
+        auto const parts =
+            *reinterpret_cast<cutlass::AlignedArray<float, kAlignment, 16> const*>(from);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
+      }
+      auto const stored =
+          Policy::apply(params.epilogue, Policy::row(params.epilogue, row), column, sum);
+      constexpr int kColumnsPerOut = Policy::kColumnsPerOut;
+      Element* const to =
+          params.out + int64_t(row) * (params.n / kColumnsPerOut) + column / kColumnsPerOut;
+      *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment / kColumnsPerOut>*>(to) = stored;
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    streaming_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
+  extern __shared__ char streaming_memory[];
+  Kernel::run(params, streaming_memory);
+}
+
+}  // namespace agmm
