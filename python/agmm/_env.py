@@ -74,6 +74,12 @@ LEARN: Final = Variable(
     "on: the first calls of a kind without a tuned plan try a few plans and keep the fastest, see "
     "`agmm.learn_plans`; the same on all ranks",
 )
+STREAMING: Final = Variable(
+    "AGMM_STREAMING",
+    "off",
+    "on: plans may take the kernels for few rows, which are still being developed: they never end "
+    "with some weights",
+)
 SGLANG: Final = Variable(
     "AGMM_SGLANG",
     "0",
@@ -98,6 +104,7 @@ RUN_TIME: Final = (
         RECORD,
         REPORT,
         LEARN,
+        STREAMING,
         SGLANG,
         VLLM,
     ),

@@ -46,6 +46,10 @@ std::string described(Gather const& gather, std::vector<Weight> const& weights) 
   for (Weight const& weight : weights) {
     text += ", B [" + std::to_string(gather.k) + ", " + std::to_string(weight.n) + "] " +
             (weight.b_layout == BLayout::RowMajor ? "row-major" : "column-major");
+    if (weight.epilogue != Epilogue::Bias) {
+      text += std::string(" with ") + to_string(weight.epilogue) + " of " +
+              to_string(weight.activation);
+    }
   }
   return text + ", return_A " + (gather.a_out == nullptr ? "False" : "True") + ")";
 }

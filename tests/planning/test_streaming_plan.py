@@ -8,14 +8,17 @@ from itertools import pairwise
 import pytest
 
 from agmm import _core
-from agmm.planning import cost_model, heuristics, legality
+from agmm.planning import cost_model, heuristics, kernel_table, legality
 from agmm.planning.cost_model import At, Tiling
 from agmm.planning.planner import Planner
 from agmm.planning.plans import Plan
-from agmm.planning.problems import KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, SmPush
 
-KERNELS = cost_model.default_kernels()
+KERNELS = tuple(
+    KernelConfig.parse(row.kernel)
+    for row in kernel_table.rows_of("all", ALL_GATHER_MATMUL, is_fp8=False, epilogue="plain")
+)
 STREAMING = [kernel for kernel in KERNELS if kernel.is_streaming]
 WEIGHTS = [
     (8, 8),

@@ -224,7 +224,11 @@ def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
     is not legal where these are no cluster."""
     if kernel.is_streaming:
         splits = _core.streaming_splits(problem.n, problem.k)
-        fits = splits * kernel.cluster_n <= _core.MAX_STREAMING_CLUSTER
+        ctas = splits * kernel.cluster_n
+        fits = (
+            ctas <= _core.MAX_STREAMING_CLUSTER
+            and cost_model.clusters_at_once(cost_model.sms_of(problem), ctas) > 0
+        )
         return range(splits, splits + 1 if fits else splits)
     if not can_split(problem, kernel):
         return range(1, 2)

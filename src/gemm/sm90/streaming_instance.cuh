@@ -84,14 +84,15 @@ struct StreamingInstance {
     params.local_rows = {operands.local_begin, operands.local_end};
     params.release = call.release;
     params.out = static_cast<Element*>(operands.out);
-    params.epilogue = epilogue_args<Element>(operands.bias, operands.scales, params.local_rows);
+    params.epilogue =
+        epilogue_args<kEpilogue, Element>(operands.bias, operands.scales, params.local_rows);
     params.m = p.m;
     params.n = p.n;
     params.k_tiles = ceil_div(p.k, kStreamedK);
     params.splits = FastDiv(mm.config.splits);
     params.tiles_m = FastDiv(ceil_div(p.m, TileM));
     int32_t const blocks_n = ceil_div(p.n, TileN * ClusterN);
-    if (int64_t(blocks_n) * params.tiles_m.divisor > INT32_MAX) return "found too many tiles";
+    if (int64_t(blocks_n) * params.tiles_m.divisor > INT32_MAX / 2) return "found too many tiles";
     params.blocks = blocks_n * params.tiles_m.divisor;
     // Clusters that may not lie side by side wait for room, so none is left out.
     int32_t const at_once = clusters_at_once(mm.sm_count, params.cluster_ctas());
@@ -113,11 +114,10 @@ struct StreamingInstance {
     Params const& params = *static_cast<Params const*>(memory);
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
-    if (params.cluster_ctas() != 1) {
-      cudaLaunchAttribute& cluster = attributes[count++];
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {unsigned(params.cluster_ctas()), 1, 1};
-    }
+    // A cluster of one is named too: the kernel uses the barrier and the addresses of a cluster.
+    cudaLaunchAttribute& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {unsigned(params.cluster_ctas()), 1, 1};
     if (params.starts_early) {
       cudaLaunchAttribute& early = attributes[count++];
       early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

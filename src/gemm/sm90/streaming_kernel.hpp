@@ -67,6 +67,7 @@
 #include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/streaming.hpp"
+#include "sync/bulk_copy.hpp"
 #include "sync/device_release.hpp"
 #include "sync/device_wait.hpp"
 #include "sync/mbarrier.hpp"
@@ -108,8 +109,10 @@ struct StreamingKernel {
   static constexpr int kMaxSplits = kMaxStreamingCluster / kClusterN;
   static constexpr int kSumPitch = kTileN + 4;
   static constexpr int kSumFloats = (kTileM + kMaxSplits - 1) * kSumPitch;  // of all splits' rows
+  static constexpr int kOtherBytes = 320;  // barriers of 16 stages, and the like
   static constexpr int kStages = min_of(
-      (kSharedBytes - kSumFloats * int(sizeof(float)) - 512) / (kWeightBytes + kBytesOfA), 16);
+      (kSharedBytes - kSumFloats * int(sizeof(float)) - kOtherBytes) / (kWeightBytes + kBytesOfA),
+      16);
   static_assert(kStages >= 3);
 
   struct Shared {
@@ -123,6 +126,7 @@ struct StreamingKernel {
     uint32_t seen;  // of ChunkGate
   };
   static_assert(sizeof(Shared) <= kSharedBytes);
+  static_assert(Policy::kColumnsPerOut == 1 && !Policy::kHasOwn, "nobody sets what it would read");
 
   struct Params {
     CUtensorMap weight;
@@ -218,6 +222,7 @@ struct StreamingKernel {
     mbarrier_init(&shared.sums_full, kMultiplyingWarps * params.splits.divisor);
     mbarrier_init(&shared.sums_empty, kMultiplyingWarps * params.splits.divisor);
     fence_mbarriers_made();
+    fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
 
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
@@ -426,15 +431,23 @@ struct StreamingKernel {
     for (int i = 0; i < kTileM / 4; ++i) {
       int32_t const row = fragment_column(thread) + 8 * (i / 2) + i % 2;
       if (row >= tile.rows.size()) break;
-      float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row));
-      uint32_t const to = address_in_cluster(of_row + fragment_row(thread),
-                                             place.rank_of(params.splits.remainder(row)));
+      float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row)) +
+                            fragment_row(thread);
+      // What a CTA keeps goes by plain stores, which its own arrival releases.
+      bool const stays = params.splits.divisor == 1;
+      uint32_t const to =
+          stays ? 0 : address_in_cluster(of_row, place.rank_of(params.splits.remainder(row)));
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < kAtoms; ++atom) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
-          store_in_cluster(to + uint32_t(atom * kStreamedColumns + 8 * half) * sizeof(float),
-                           sums[atom][4 * (i / 2) + 2 * half + i % 2]);
+          int const at = atom * kStreamedColumns + 8 * half;
+          float const sum = sums[atom][4 * (i / 2) + 2 * half + i % 2];
+          if (stays) {
+            of_row[at] = sum;
+          } else {
+            store_in_cluster(to + uint32_t(at) * sizeof(float), sum);
+          }
         }
       }
     }

@@ -57,6 +57,7 @@ from agmm.planning.cost_model.matmul import (
     is_b_in_l2,
     matmul_memory_us,
     matmul_us,
+    sms_of,
 )
 from agmm.planning.cost_model.scatter import (
     lagged_all_reduce_us,
@@ -102,6 +103,7 @@ __all__ = [
     "scatter_blocks",
     "scatter_tiles",
     "sm_push_us",
+    "sms_of",
     "straddles",
     "tile_push_scatter_us",
     "unfused_us",

@@ -14,6 +14,11 @@ clusters_at_once = _core.clusters_at_once
 """The number of clusters of so many CTAs that are computed at once; none of more than 8."""
 
 
+def sms_of(problem: Problem) -> int:
+    """The number of multiprocessors that compute the problem."""
+    return problem.sm_count or constants_for(problem).sm_count
+
+
 class Tiling:
     """The tiling that a kernel, with its splits of K, makes of all problems that differ in M
     alone."""
@@ -36,7 +41,7 @@ class Tiling:
 
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
         c = constants_for(problem)
-        sms = problem.sm_count or c.sm_count
+        sms = sms_of(problem)
         self.tile_m = config.tile_m
         self.across = config.across
         self.block_rows = config.tile_m * config.cluster_m
@@ -44,7 +49,7 @@ class Tiling:
         self.ctas = config.cluster_m * config.cluster_n
         """The number of CTAs of a cluster."""
         together = config.splits if config.splits_in_cluster else 1
-        self.workers = clusters_at_once(sms, self.ctas * together) * together
+        self.workers = max(1, clusters_at_once(sms, self.ctas * together)) * together
         """The number of clusters that are computed at once."""
         self.schedule = config.schedule
         self.stream: Stream | None = None
