@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from steps_taken import planned
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
+from agmm.nn import _ranks
 from agmm.ops import plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
@@ -317,6 +319,27 @@ def test_no_collective_of_gloo_is_begun_with_a_gpus_tensors(
         with pytest.raises(agmm.InvalidArgument, match="group: found backend gloo for tensors on"):
             call()
     assert not begun.called
+
+
+@pytest.mark.parametrize(
+    ("placement", "size", "refused"),
+    [(Shard(0), 2, True), (Partial(), 2, True), (Replicate(), 2, False), (Shard(0), 1, False)],
+    ids=str,
+)
+def test_no_state_of_a_gpu_is_gathered_by_gloo(
+    monkeypatch: pytest.MonkeyPatch, placement: Placement, size: int, refused: bool
+) -> None:
+    """State dicts and gradients are gathered by torch, whose collectives end the process there."""
+    of_mesh: Any = mock.Mock(**{"size.return_value": size})
+    monkeypatch.setattr(_ranks.identity, "group_of_mesh", lambda mesh, dim: of_mesh)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+    state: Any = mock.Mock(placements=(placement,), device=torch.device("cuda:0"))
+    if refused:
+        with pytest.raises(agmm.InvalidArgument, match="group: found backend gloo for tensors on"):
+            _ranks.whole_of(state)
+    else:
+        _ranks.whole_of(state)
+    assert state.full_tensor.called != refused
 
 
 def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ Pools = Callable[..., RankPool]
         ("experts", "torch's gather", False),
         pytest.param("sliced experts", "torch's gather", False, marks=pytest.mark.slow),
         pytest.param("experts", "torch's gather", True, marks=pytest.mark.slow),
+        ("tied outputs", "tied torch's gather", False),
         pytest.param("tied outputs", "tied torch's gather", True, marks=pytest.mark.slow),
         pytest.param("tied row", "tied torch's scatter", False, marks=pytest.mark.slow),
         ("gather style", "torch's gather", False),

@@ -365,3 +365,17 @@ def exchange_of_different_things() -> str:
     except agmm.AgmmError as error:
         return str(error)
     return ""
+
+
+def first_call_of_a_strided_shard() -> str | None:
+    """What a group's first call says where the shard of one rank is not contiguous, which takes the
+    unfused path."""
+    group = fresh_group()
+    A, B = torch.ones(4, 6), torch.ones(6, 3)
+    if dist.get_rank(group) % 2:
+        A = A.t().contiguous().t()
+    try:
+        agmm.all_gather_matmul(A, B, group)
+    except agmm.AgmmError as error:
+        return str(error)
+    return None

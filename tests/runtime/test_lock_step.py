@@ -168,3 +168,11 @@ def test_exchanges_that_differ_are_named(pool: RankPool) -> None:
             f"{rank} is about to exchange {fruit[rank % 2]}; rank {other} is about to exchange "
             f"{fruit[other]}"
         )
+
+
+def test_a_strided_shard_in_a_first_call_is_named() -> None:
+    with RankPool(2) as pool:
+        for error in pool.run(step_work.first_call_of_a_strided_shard):
+            assert error is not None
+            for layout in ("row-major", "column-major"):
+                assert f"all_gather_matmul(A_shard [4, 6] float32 {layout}" in error

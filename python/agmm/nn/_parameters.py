@@ -27,7 +27,7 @@ from agmm.nn._held import (
     pieces,
     without_offset,
 )
-from agmm.nn._ranks import Ranks
+from agmm.nn._ranks import Ranks, check_movable, whole_of
 
 
 class ShardedModule(torch.nn.Module):
@@ -222,7 +222,7 @@ class ShardedModule(torch.nn.Module):
         del state_dict[prefix + name]
         for rows in (list(held.sizes), held.rows(self._world_size)):
             if value.shape == (sum(rows), *first.shape[1:]):
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = whole_of(value) if isinstance(value, DTensor) else value
                 for piece, shard in zip(held.names, whole.detach().split(rows), strict=True):
                     state_dict.setdefault(prefix + piece, shard)
                 return
@@ -253,7 +253,8 @@ class ShardedModule(torch.nn.Module):
         if is_like or mesh.get_coordinate() is None:
             return value
         if mesh.mesh.tolist() != parameter.device_mesh.mesh.tolist():
-            return self._cut(value.full_tensor(), parameter, True)
+            return self._cut(whole_of(value), parameter, True)
         if value.placements != placements:
+            check_movable(value)
             value = value.redistribute(placements=placements)
         return self._over_ranks(local_values(value).detach(), placements[0], parameter)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
 from agmm.nn._parameters import ShardedModule
-from agmm.nn._ranks import resolved
+from agmm.nn._ranks import check_movable, resolved
 from agmm.runtime import groups, identity
 
 
@@ -328,6 +328,7 @@ def _without_partial(grad: torch.Tensor) -> torch.Tensor:
     """This rank's shard of the gradient, summed over the ranks where it is not yet."""
     if isinstance(grad, DTensor) and any(placed.is_partial() for placed in grad.placements):
         placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+        check_movable(grad)
         grad = grad.redistribute(placements=placements)
     return local_values(grad)
 

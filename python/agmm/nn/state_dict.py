@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_shard, local_values
 from agmm.nn._parameters import ShardedModule
-from agmm.nn._ranks import check_mesh_alive
+from agmm.nn._ranks import whole_of
 from agmm.nn.expert_style import unpacked_by_style
 from agmm.nn.packed import UnpackedLinear
 
@@ -54,14 +54,12 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     gathered, those of FSDP2 too; the rest is taken from this rank.
 
     Raises:
-        InvalidArgument: the ranks' group has been destroyed.
+        InvalidArgument: the ranks' group has been destroyed, or its backend takes no tensors of
+            this device.
     """
     found = {}
     for name, (held, tensors) in _whole_names(module).items():
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                check_mesh_alive(tensor.device_mesh)
-        wholes = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+        wholes = [whole_of(t) if isinstance(t, DTensor) else t for t in tensors]
         found[name] = wholes[0].clone() if held is None else held.join(wholes).clone()
     return found
 
