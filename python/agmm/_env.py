@@ -49,7 +49,8 @@ EARLY_START: Final = Variable(
     "AGMM_EARLY_START",
     "off",
     "on: a matmul that gathers nothing is set up while the kernel ahead of it in its stream still "
-    "runs; weights: one of few rows loads its weight then too, which no kernel may write",
+    "runs; weights: an unfinished one for few rows loads its weight then too, which no kernel may "
+    "write",
 )
 CHECK_NAN: Final = Variable(
     "AGMM_CHECK_NAN",
@@ -78,7 +79,7 @@ STREAMING: Final = Variable(
     "AGMM_STREAMING",
     "off",
     "on: plans may take the kernels for few rows, which are still being developed: they never end "
-    "with some weights",
+    "with some weights; the same on all ranks",
 )
 SGLANG: Final = Variable(
     "AGMM_SGLANG",
@@ -162,7 +163,7 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, LEARN):
+    for variable in (CACHE, SHARED_GPUS, LEARN, STREAMING):
         is_on(variable)
     early_start()
     reserved_sms()

@@ -35,7 +35,6 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& de
                                         args.config.shape});
 }
 
-/// Checks the CTAs that compute a tile together.
 /// Whether AGMM_STREAMING is on: without it nobody gets a streaming kernel, by whatever way.
 bool serves_streaming() {
   static bool const found = [] {
@@ -45,6 +44,7 @@ bool serves_streaming() {
   return found;
 }
 
+/// Checks the CTAs that compute a tile together.
 void check_parts(AsyncInputArgs const& args, DeviceFacts const& device) {
   Problem const& p = args.problem;
   KernelShape const& shape = args.config.shape;

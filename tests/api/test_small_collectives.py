@@ -24,7 +24,7 @@ from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import GATHERED, Plan
 from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import SCATTER
-from agmm.runtime import backends, collectives, groups, symmetric
+from agmm.runtime import backends, collectives, groups, identity, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -331,7 +331,7 @@ def test_no_state_of_a_gpu_is_gathered_by_gloo(
 ) -> None:
     """State dicts and gradients are gathered by torch, whose collectives end the process there."""
     of_mesh: Any = mock.Mock(**{"size.return_value": size})
-    monkeypatch.setattr(_ranks.identity, "group_of_mesh", lambda mesh, dim: of_mesh)
+    monkeypatch.setattr(identity, "group_of_mesh", lambda mesh, dim: of_mesh)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     state: Any = mock.Mock(placements=(placement,), device=torch.device("cuda:0"))
     if refused:

@@ -345,7 +345,6 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "to float64 and back by swapping": _moved_with_swap,
     "half and back": lambda model: model.half().float(),
     "bfloat16 and back": lambda model: model.bfloat16().float(),
-    "shared memory": lambda model: model.share_memory(),
     "to_empty": _emptied,
     "frozen and thawed": _frozen,
     "train and eval": lambda model: model.eval().train(),

@@ -192,3 +192,14 @@ def test_a_styled_module_wants_ids_and_weights() -> None:
     x = torch.ones(2, work.HIDDEN, dtype=torch.float64)
     with pytest.raises(InvalidArgument, match=r"found torch.int64 \[8\] behind x \[2, 6\], wanted"):
         module(x, torch.ones(8, dtype=torch.int64))
+
+
+def test_the_bias_of_the_choice_keeps_its_type_and_begins_at_0() -> None:
+    router = TopKRouter(4, 8, 2, has_choice_bias=True)
+    bias = router.to(torch.bfloat16).choice_bias
+    assert bias is not None and bias.dtype == torch.float32
+    router = TopKRouter(4, 8, 2, has_choice_bias=True, device="meta").to_empty(device="cpu")
+    assert router.choice_bias is not None
+    router.choice_bias.fill_(torch.nan)
+    router.reset_parameters()
+    assert router.choice_bias.tolist() == [0.0] * 8

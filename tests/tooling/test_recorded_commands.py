@@ -156,3 +156,14 @@ def test_options_that_do_not_go_with_the_file_are_named(
     file = written(tmp_path / "calls.json", {}, {"world_size": 4})
     done = agmm(*arguments, "--file", file)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_call_with_its_activation_in_the_kernel(tmp_path: Path) -> None:
+    gated = {"m": 4096, "n": [3584, 3584], "k": 8192, "dtype": "bfloat16", "gpu": "nvidia-h200"}
+    file = written(tmp_path / "calls.json", gated | {"activation": "silu_mul", "products": 2})
+    done = agmm("explain", "--file", file)
+    assert done.returncode == 0, done.stderr
+    assert "gate in the kernel" in done.stdout
+    assert "measured: not yet (AGMM_LEARN=on does it)" in done.stdout
+    done = agmm("tune", "--device", "cpu", "--tp", "2", "--file", file)
+    assert "AGMM_LEARN=on alone tries plans of kernels with an activation" in done.stderr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from agmm.errors import InvalidArgument
 from agmm.planning.shapes import ROUTINGS, AnyShape, MoEShape
-from agmm.runtime.scaled import FP8
+
+if TYPE_CHECKING:
+    import torch
 
 MOE_MODELS = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -77,6 +78,8 @@ def checked(
 
     Raises InvalidArgument for fp8 operands, and for experts that the ranks cannot share.
     """
+    from agmm.runtime.scaled import FP8  # it needs torch, which `agmm explain` does without
+
     if dtype in FP8:
         raise InvalidArgument(f"dtype: found {dtype} with moe, wanted one that experts take")
     found = default_shapes(device, world_size, ROUTINGS) if shapes is None else shapes

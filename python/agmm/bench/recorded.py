@@ -8,6 +8,7 @@ from typing import NamedTuple
 from agmm.bench.presets import ShapeOptions
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
+from agmm.ops.pipeline import KERNEL
 from agmm.ops.recordings import RecordedCall
 from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.planning.shapes import Shape
@@ -122,6 +123,8 @@ def _why_not(call: RecordedCall, ranks: int) -> str | None:
         return "call: no elements"
     if kind.b_layout == "packed":
         return "call: agmm has one way for weights of 4 bits"
+    if kind.activation is not None and kind.by == KERNEL:
+        return "call: AGMM_LEARN=on alone tries plans of kernels with an activation"
     if kind.op == ALL_GATHER_MATMUL and kind.dim != 0:
         return f"call: dimension {kind.dim} is gathered, for which there are no plans"
     return None

@@ -322,7 +322,8 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
             return  # nothing tunes it
         if problem.gpu == CPU or why_unfused(problem.format, problem.n, problem.k) is None:
             option = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
-            yield f"measured: not yet (agmm tune{option} does it)"
+            by = f"agmm tune{option}" if problem.epilogue == PLAIN else "AGMM_LEARN=on"
+            yield f"measured: not yet ({by} does it)"
         elif problem.op == MATMUL_REDUCE_SCATTER:
             yield "measured: not yet"
     elif row.roof_us is None:

@@ -58,7 +58,7 @@ def _run_file(options: ExplainOptions) -> None:
     assert options.file is not None
     if any(given is not None for given in (options.m, options.n, options.k)):
         raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
-    of_call = "op", "dtype", "scaling", "return_a", "b_layout", "activation"
+    of_call = "op", "dtype", "scaling", "return_a", "b_layout", "activation", "routing"
     of_shape = *of_call, "shapes", "model", "tokens"
     given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in of_shape}
     from_file.refuse(given)
@@ -74,7 +74,8 @@ def _run_file(options: ExplainOptions) -> None:
 def _collective(
     options: ExplainOptions, kind: str, ranks: int, gpu: str, dtype: DType
 ) -> Explanation:
-    for name in ("shapes", "model", "tokens", "scaling", "return_a", "b_layout", "activation"):
+    of_others = "shapes", "model", "tokens", "scaling", "return_a", "b_layout"
+    for name in (*of_others, "activation", "routing"):
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with {kind}, wanted --m rows by --k")
@@ -89,7 +90,7 @@ def _collective(
 
 def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> list[Explanation]:
     """The explanation of each mixture of experts, with each routing."""
-    for name in ("m", "n", "k", "scaling", "return_a", "b_layout"):
+    for name in ("m", "n", "k", "scaling", "return_a", "b_layout", "activation"):
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with moe, wanted --shapes or --model")

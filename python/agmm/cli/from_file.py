@@ -16,9 +16,8 @@ from agmm.cli import explanations, gpu_names, tuning
 from agmm.cli.explanations import Explanation
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.ops import recordings
+from agmm.ops import recordings, seen
 from agmm.ops.recordings import RecordedCall
-from agmm.ops.seen import BY_AGMM
 from agmm.planning.problems import CPU, Problem
 from agmm.planning.shapes import Shape
 from agmm.runtime.epilogues import Epilogue
@@ -143,7 +142,7 @@ def _explained(call: RecordedCall, gpu: str) -> Explanation | InvalidArgument:
         gpu=gpu,
         sm_count=gpu_names.HOPPERS.get(gpu, 0),
     )
-    if kind.activation is not None and kind.by in BY_AGMM:
+    if kind.activation is not None and seen.who(kind) in seen.BY_AGMM:
         epilogue = Epilogue(kind.activation)
         if gpu != CPU and not kind.dtype.startswith("float8"):
             problem = replace(problem, epilogue=epilogue.kernel)

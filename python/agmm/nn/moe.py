@@ -161,6 +161,11 @@ class MoE(torch.nn.Module):
                 f"{type(self).__name__}: x: found {x.dim()} dimensions, wanted at least 2, tokens "
                 "and features"
             )
+        if x.shape[-1] != self.experts.hidden_features:
+            raise InvalidArgument(
+                f"{type(self).__name__}: x: found {x.shape[-1]} features, wanted "
+                f"{self.experts.hidden_features}"
+            )
         tokens = x.flatten(0, -2)
         choices = Choices(*self.router(tokens))
         out = self.experts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -137,9 +138,21 @@ class TopKRouter(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as ``torch.nn.Linear`` draws its own."""
+        """Draw the weight as ``torch.nn.Linear`` draws its own; ``choice_bias`` becomes 0."""
         bound = self.weight.shape[1] ** -0.5
         torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.choice_bias is not None:
+            self.choice_bias.zero_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves and converts the module; ``choice_bias`` stays float32, since 16 bits would round
+        its small steps away."""
+        bias = self.choice_bias
+        super()._apply(fn, recurse)
+        moved = self.choice_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self.choice_bias = bias.to(moved.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> Choices:
         """The experts of tokens [tokens, hidden_features], with their weights; scores and weights
