@@ -391,20 +391,3 @@ FRAMES = "Traceback (most recent call last):\n  File 'a', line 1, in f\n    f()\
 )
 def test_of_a_traceback_what_was_raised_is_told(told: str, line: str) -> None:
     assert _installation.raised_line(told) == line
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["explain", "--m", "4096", "--n", "3584", "--k", "8192", "--tp", "4", "--gpu", "h200"],
-        ["--version"],
-    ],
-    ids=lambda arguments: str(arguments[0]),
-)
-def test_a_light_command_imports_no_torch(arguments: list[str]) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "agmm", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "agmm.cli.app" in imported
-    assert "torch" not in imported

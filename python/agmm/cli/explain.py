@@ -193,11 +193,8 @@ def is_collective(op: str) -> bool:
 
 
 def with_activation(problem: Problem, activation: str) -> Problem:
-    """The problem of a kernel that computes an activation, where there may be one; n is that of a
-    weight.
-
-    Raises InvalidArgument for the name of no activation, and for other ops than an all-gather ->
-    matmul.
+    """The problem of a kernel that computes an activation, where there may be one, of the n of a
+    weight. Raises InvalidArgument for no activation's name, and other ops than all-gather + matmul.
     """
     from agmm.runtime.epilogues import named  # it needs torch
 
@@ -206,10 +203,9 @@ def with_activation(problem: Problem, activation: str) -> Problem:
         raise InvalidArgument(
             f"activation: found {activation!r} with {problem.op}, wanted {ALL_GATHER_MATMUL}"
         )
-    if problem.gpu == CPU or problem.format.startswith("float8"):  # no kernel of its own
-        return replace(problem, n=problem.n * (2 if epilogue.is_gated else 1))
-    columns = 2 * problem.n if epilogue.is_gated else problem.n
-    return replace(problem, n=columns, epilogue=epilogue.kernel)
+    wide = replace(problem, n=problem.n * (2 if epilogue.is_gated else 1))
+    has_own = problem.gpu != CPU and not problem.format.startswith("float8")
+    return replace(wide, epilogue=epilogue.kernel) if has_own else wide
 
 
 def check_columns(kind: str, n: int | None) -> None:
@@ -321,8 +317,8 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
         if problem.op not in OPS:
             return  # nothing tunes it
         if problem.gpu == CPU or why_unfused(problem.format, problem.n, problem.k) is None:
-            option = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
-            by = f"agmm tune{option}" if problem.epilogue == PLAIN else "AGMM_LEARN=on"
+            of = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
+            by = f"agmm tune{of}" if problem.epilogue == PLAIN else "AGMM_LEARN=on"
             yield f"measured: not yet ({by} does it)"
         elif problem.op == MATMUL_REDUCE_SCATTER:
             yield "measured: not yet"
