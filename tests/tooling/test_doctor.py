@@ -287,6 +287,9 @@ def test_names_in_a_text_are_replaced() -> None:
     assert doctor_report.without_names(text) == (
         "<gpu> of <path>: <path>, 3/4 of and/or; /dev/shm: <path>"
     )
+    assert (
+        doctor_report.without_names("in '/a b/c d' or file:///x/y z") == "in '<path>' or <path> z"
+    )
 
 
 def test_each_form_of_an_issue_asks_for_the_report() -> None:

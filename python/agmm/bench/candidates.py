@@ -43,6 +43,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
             Plan(transport, kernel)
             for kernel in ordered
             for transport in copy_transports(problem, kernel)
+            if not kernel.is_streaming  # whose splits are given; the usual plans have these
         ]
         fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
         plans = _without_slow_kernels(problem, fused)

@@ -39,7 +39,7 @@ from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MOE, OPS
-from agmm.planning.shapes import AnyShape, Shape
+from agmm.planning.shapes import AnyShape, MoEShape, Shape
 from agmm.runtime.kernels import built
 
 
@@ -193,6 +193,15 @@ def _make(folder: Path) -> None:
         raise InvalidArgument(f"plot: {folder} cannot be made ({error})") from None
 
 
+def _of_report(report: reports.Report, named: presets.ShapeOptions) -> list[MoEShape]:
+    """The named mixtures; without a named routing, with those that the report has."""
+    listed = named.read_moe()
+    if named.routing is not None:
+        return listed
+    routings = {entry["routing"] for entry in report["shapes"]}
+    return [shape for shape in listed if shape.routing in routings] or listed
+
+
 def _read(
     request: Request, source: Path, old: reports.Report | None
 ) -> tuple[reports.Report, reports.Report | None]:
@@ -205,7 +214,7 @@ def _read(
     shapes: Sequence[AnyShape] | None = None
     if request.shapes.shapes is not None:
         shapes = (
-            request.shapes.read_moe()
+            _of_report(report, request.shapes)
             if is_moe
             else presets.parse_shapes(request.shapes.shapes, "--shapes")
         )

@@ -13,7 +13,12 @@ from agmm import _env
 from agmm.cli.findings import Finding, as_text
 
 _SHARED_MEMORY = "/dev/shm"
-_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s/:;,'\")]+){2,}/?|(?<![\w/.])/(?:root|home)\b")
+_PATH = re.compile(
+    r"(?<=')~?/[^']*(?=')"  # a quoted one may have blanks
+    r"|\bfile://\S+"
+    r"|(?<![\w/.])~?(?:/[^\s/:;,'\")]+){2,}/?"
+    r"|(?<![\w/.])/(?:root|home)\b"
+)
 _UUID = re.compile(r"\b(?:GPU|MIG)-[0-9a-fA-F-]{8,}")
 _NAME_FILES = (_env.CACHE_DIR, _env.RECORD, _env.REPORT)
 """The variables whose values are files and folders, also where they do not look like paths."""

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import cast
 
-from agmm.bench.presets import ShapeOptions
+from agmm.bench.presets import ShapeOptions, shared_equally
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.command_options import ExplainOptions
 from agmm.cli.explain_moe import explain_moe
@@ -102,7 +102,10 @@ def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> li
     listed = named.read_moe()
     if options.routing is None:  # of which nothing that is said depends
         listed = [shape for shape in listed if shape.routing == "even"]
-    return [explain_moe(shape, DTYPE_NAMES[dtype], ranks, gpu) for shape in listed]
+    served, left_out = shared_equally(listed, ranks)
+    for line in left_out:
+        print(f"agmm: {line}", file=sys.stderr)
+    return [explain_moe(shape, DTYPE_NAMES[dtype], ranks, gpu) for shape in served]
 
 
 def _products(
