@@ -78,8 +78,8 @@ LEARN: Final = Variable(
 STREAMING: Final = Variable(
     "AGMM_STREAMING",
     "off",
-    "on: plans may take the kernels for few rows, which are still being developed: they never end "
-    "with some weights; the same on all ranks",
+    "on: plans may take the kernels for few rows, which are still being developed and have not "
+    "passed their tests on a GPU; the same on all ranks",
 )
 SGLANG: Final = Variable(
     "AGMM_SGLANG",

@@ -114,10 +114,11 @@ struct StreamingInstance {
     Params const& params = *static_cast<Params const*>(memory);
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
-    // A cluster of one is named too: the kernel uses the barrier and the addresses of a cluster.
-    cudaLaunchAttribute& cluster = attributes[count++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {unsigned(params.cluster_ctas()), 1, 1};
+    if (params.cluster_ctas() != 1) {
+      cudaLaunchAttribute& cluster = attributes[count++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {unsigned(params.cluster_ctas()), 1, 1};
+    }
     if (params.starts_early) {
       cudaLaunchAttribute& early = attributes[count++];
       early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -389,9 +389,7 @@ struct StreamingKernel {
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
         mbarrier_wait(&shared.full[stage.index], stage.phase);
         multiply_stage(shared, stage.index, sums);
-        if (lane_id() < kClusterN) {
-          mbarrier_arrive_in_cluster(&shared.empty[stage.index], place.rank_beside(lane_id()));
-        }
+        give_back(shared, place, stage.index);
       }
       if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
       send_sums(params, shared, place, tile, sums);
@@ -402,6 +400,17 @@ struct StreamingKernel {
         arrive_at_splits(params, place, &shared.sums_empty);
       }
       parity ^= 1;
+    }
+  }
+
+  /// Gives a stage back for a warp, in each CTA that shares the loads of A. A CTA that shares none
+  /// may be launched without a cluster; there an arrival by the address of a cluster counts, but
+  /// seems to wake no warp that is suspended at the barrier.
+  CUTLASS_DEVICE static void give_back(Shared& shared, Place const& place, int32_t stage) {
+    if constexpr (kClusterN == 1) {
+      if (lane_id() == 0) mbarrier_arrive(&shared.empty[stage]);
+    } else if (lane_id() < kClusterN) {
+      mbarrier_arrive_in_cluster(&shared.empty[stage], place.rank_beside(lane_id()));
     }
   }
 
