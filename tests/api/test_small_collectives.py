@@ -16,7 +16,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
-from agmm.nn import _ranks
 from agmm.ops import plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
@@ -336,9 +335,9 @@ def test_no_state_of_a_gpu_is_gathered_by_gloo(
     state: Any = mock.Mock(placements=(placement,), device=torch.device("cuda:0"))
     if refused:
         with pytest.raises(agmm.InvalidArgument, match="group: found backend gloo for tensors on"):
-            _ranks.whole_of(state)
+            backends.whole_of(state)
     else:
-        _ranks.whole_of(state)
+        backends.whole_of(state)
     assert state.full_tensor.called != refused
 
 

@@ -27,7 +27,8 @@ from agmm.nn._held import (
     pieces,
     without_offset,
 )
-from agmm.nn._ranks import Ranks, check_movable, whole_of
+from agmm.nn._ranks import Ranks
+from agmm.runtime.backends import check_movable, whole_of
 
 
 class ShardedModule(torch.nn.Module):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 from agmm.runtime import backends, groups, identity
@@ -37,26 +36,6 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"device_mesh: found {mesh}, which this rank {dist.get_rank()} is not in"
         )
     return identity.group_of_mesh(mesh, 0)
-
-
-def check_movable(tensor: DTensor) -> None:
-    """Checks that torch can gather a DTensor, or divide it otherwise.
-
-    Raises:
-        InvalidArgument: a group of its mesh has been destroyed, or has a backend that would end
-            the process (`backends.check_backend`).
-    """
-    mesh = tensor.device_mesh
-    for dim, placement in enumerate(tensor.placements):
-        group = identity.group_of_mesh(mesh, dim)
-        if not placement.is_replicate() and group.size() > 1:
-            backends.check_backend(group, tensor.device)
-
-
-def whole_of(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, gathered by torch. Collective. Raises as `check_movable`."""
-    check_movable(tensor)
-    return tensor.full_tensor()
 
 
 def ascending(mesh: DeviceMesh) -> DeviceMesh:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
 from agmm.nn._parameters import ShardedModule
-from agmm.nn._ranks import check_movable, resolved
+from agmm.nn._ranks import resolved
 from agmm.runtime import groups, identity
+from agmm.runtime.backends import check_movable
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_shard, local_values
 from agmm.nn._parameters import ShardedModule
-from agmm.nn._ranks import whole_of
 from agmm.nn.expert_style import unpacked_by_style
 from agmm.nn.packed import UnpackedLinear
+from agmm.runtime.backends import whole_of
 
 
 def _held_by(module: torch.nn.Module) -> dict[str, Held]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from agmm.errors import InvalidArgument
+from agmm.runtime import identity
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 FAKE = "fake"
 """torch's backend of dry runs, whose collectives return at once and move nothing."""
@@ -35,3 +41,23 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
             f"group: found backend {name} for tensors on {device}, wanted one that takes them, "
             "such as nccl, since this call is left to the backend"
         )
+
+
+def check_movable(tensor: DTensor) -> None:
+    """Checks that torch can gather a DTensor, or divide it otherwise.
+
+    Raises:
+        InvalidArgument: a group of its mesh has been destroyed, or has a backend that would end
+            the process (`check_backend`).
+    """
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        group = identity.group_of_mesh(mesh, dim)
+        if not placement.is_replicate() and group.size() > 1:
+            check_backend(group, tensor.device)
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, gathered by torch. Collective. Raises as `check_movable`."""
+    check_movable(tensor)
+    return tensor.full_tensor()
