@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 128,
     },
 }
-"""The layers of Llama 3 8B and Qwen3 8B (12288 wide there, nearly), and some that take
+"""The sizes of a layer of Llama 3 8B, which every family is given, and some that take
 milliseconds."""
 DEFAULTS = {"cuda": ("2048,8192", 8), "cpu": ("256", 2)}
 """Tokens and layers: 8 layers of these have 2 billion parameters with both embeddings."""

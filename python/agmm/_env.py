@@ -189,30 +189,21 @@ def is_on(variable: Variable) -> bool:
 
 
 def check_nan() -> str:
-    """The value of AGMM_CHECK_NAN.
-
-    Raises:
-        InvalidArgument: it is none of `NAN_MODES`.
-    """
-    value = os.environ.get(CHECK_NAN.name) or CHECK_NAN.default
-    if value not in NAN_MODES:
-        raise InvalidArgument(
-            f"{CHECK_NAN.name}: found {value!r}, wanted one of {', '.join(NAN_MODES)}"
-        )
-    return value
+    """The value of AGMM_CHECK_NAN. Raises InvalidArgument where it is none of `NAN_MODES`."""
+    return _one_of(CHECK_NAN, NAN_MODES)
 
 
 def early_start() -> str:
-    """The value of AGMM_EARLY_START, which the core reads.
+    """The value of AGMM_EARLY_START, which the core reads. Raises InvalidArgument where it is none
+    of `EARLY_STARTS`."""
+    return _one_of(EARLY_START, EARLY_STARTS)
 
-    Raises:
-        InvalidArgument: it is none of `EARLY_STARTS`.
-    """
-    value = os.environ.get(EARLY_START.name) or EARLY_START.default
-    if value not in EARLY_STARTS:
-        raise InvalidArgument(
-            f"{EARLY_START.name}: found {value!r}, wanted one of {', '.join(EARLY_STARTS)}"
-        )
+
+def _one_of(variable: Variable, choices: tuple[str, ...]) -> str:
+    value = os.environ.get(variable.name) or variable.default
+    if value not in choices:
+        wanted = ", ".join(choices)
+        raise InvalidArgument(f"{variable.name}: found {value!r}, wanted one of {wanted}")
     return value
 
 

@@ -47,10 +47,8 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
   return is_over != 0;
 }
 
-/// The longest time for which a waiting warp is suspended at once. A look costs nothing at this
-/// rate; and where an arrival wakes nobody, which a kernel on an H200 seemed to show, no more than
-/// this is lost. It is a choice.
-constexpr uint32_t kSuspendedNs = 20'000;
+/// The longest time for which a waiting warp is suspended at once.
+constexpr uint32_t kSuspendedNs = 10'000'000;
 
 /// Returns when the phase of this parity is over. Without a limit: for what the CTA's own threads
 /// do, who have limits for what they wait for outside.

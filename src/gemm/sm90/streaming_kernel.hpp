@@ -403,9 +403,8 @@ struct StreamingKernel {
     }
   }
 
-  /// Gives a stage back for a warp, in each CTA that shares the loads of A. A CTA that shares none
-  /// may be launched without a cluster; there an arrival by the address of a cluster counts, but
-  /// seems to wake no warp that is suspended at the barrier.
+  /// Gives a stage back for a warp, in each CTA that shares the loads of A. Where none does, the
+  /// launch may have no cluster, and the arrival needs no address in one.
   CUTLASS_DEVICE static void give_back(Shared& shared, Place const& place, int32_t stage) {
     if constexpr (kClusterN == 1) {
       if (lane_id() == 0) mbarrier_arrive(&shared.empty[stage]);
