@@ -148,6 +148,12 @@ def captured_and_compiled(world_size: int, name: str) -> Faults:
         )
         return found
 
+    try:
+        layer(shard.clone().requires_grad_())
+        faults.append(f"{name}: a call that keeps its products was served by a kernel")
+    except agmm.Unsupported as error:
+        if f"save_preactivation: found True with activation {name!r}" not in str(error):
+            faults.append(f"{name}: refused with {error}")
     with torch.no_grad():
         wanted = [layer(shard) for _ in range(2)][1].clone()
         faults += fault(f"eager {name}", name, wanted, (A, Bs, biases))

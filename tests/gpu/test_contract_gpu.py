@@ -22,7 +22,6 @@ REFUSED = {
             r"A: found 2 products, wanted at most 1 of fp8 in one kernel; strict",
         ),
         ("gather.*activation=", r"activation: found '.*' of fp8 operands, wanted .*; strict"),
-        ("gather.*activation=", r"save_preactivation: found True with activation .*; strict"),
         (
             r"agmm\.(moe|all_gather_grouped|grouped_matmul)",
             r"experts: found device cuda, wanted cpu: no kernel of this build.*; strict",
