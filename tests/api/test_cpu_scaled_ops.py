@@ -116,6 +116,7 @@ def test_a_gather_that_is_planned(pool: RankPool, kind: str, world_size: int) ->
     check(pool.run(work.gathered_as_planned, world_size, kind), world_size)
 
 
+@pytest.mark.slow
 def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     pool = rank_pools(8)
     for kind in work.KINDS:

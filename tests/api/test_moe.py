@@ -50,6 +50,7 @@ def test_results_are_those_of_the_model(
     check(pool.run(work.forward_faults, world_size, table(world_size, dtype)), world_size)
 
 
+@pytest.mark.slow
 def test_results_of_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     cases = [case for dtype in DTYPES[::3] for case in table(8, dtype)[::2]]
     check(rank_pools(8).run(work.forward_faults, 8, cases), 8)

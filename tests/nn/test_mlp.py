@@ -63,7 +63,7 @@ def test_fsdp_shards_its_parameters(rank_pools: Callable[..., RankPool]) -> None
     assert rank_pools(4).run(mlp_work.with_fsdp) == [[]] * 4
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_fp8_is_that_of_the_separate_layers(pool: RankPool, recipe: str, compiled: bool) -> None:
     check(pool.run(mlp_work.fp8, 2, recipe, compiled), 2)

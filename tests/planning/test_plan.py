@@ -500,6 +500,7 @@ def test_few_rows_are_computed_in_tiles_of_few_rows(m: int, n: int, k: int, b_la
     assert found.tile_m <= 64
 
 
+@pytest.mark.slow
 def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "matmul_memory_us", lambda *_: 0.0)
     monkeypatch.setattr(gather, "lost_clock_us", lambda *_: 0.0)

@@ -49,7 +49,7 @@ def random_problems(count: int, seed: int) -> Iterator[Problem]:
         )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
     """The planner leaves kernels out that cannot be the fastest; `alternatives` computes all."""
     kernels = random.Random(seed).sample(KERNELS, len(KERNELS) - 2 * seed)
@@ -129,6 +129,7 @@ def test_unseen_m_takes_little_time(world_size: int) -> None:
     assert median(short) < 0.25 * median(long)
 
 
+@pytest.mark.slow
 def test_what_a_planner_remembers_is_bounded() -> None:
     """In all of a server's life: as many problems again take no more memory."""
     planner = planner_of(())

@@ -92,6 +92,7 @@ def test_tune_and_again(folder: Path) -> None:
     assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
 
 
+@pytest.mark.slow
 def test_tune_a_scatter(folder: Path) -> None:
     options = tuning_session.TuningOptions.of("cpu", 2, SHAPES, row_major=True, op=SCATTER.op)
     notes, keeper = Notes(), tuner.Keeper(2)

@@ -147,6 +147,7 @@ def test_host_code(program: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -89,7 +89,7 @@ def test_a_later_call_names_both(before: str, name: str, rows: int) -> None:
         assert re.search(r"different calls", words)
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_calls_without_elements_on_all_ranks(
     two_ranks: RankPool, pool: RankPool, world_size: int
 ) -> None:

@@ -115,6 +115,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_run_compare_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, folder = str(tmp_path / "old.json"), tmp_path / "pictures"

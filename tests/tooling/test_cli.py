@@ -527,6 +527,7 @@ def test_warnings_are_lines(tmp_path: Path) -> None:
     assert line.startswith("agmm: agmm ignores a table of plans: ")
 
 
+@pytest.mark.slow
 def test_demo_end_to_end(tmp_path: Path) -> None:
     picture = tmp_path / "overlap.png"
     command = [*AGMM, "demo", "--device", "cpu", "--world-size", "2", "--output", str(picture)]

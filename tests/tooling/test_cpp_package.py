@@ -67,6 +67,7 @@ def test_what_is_installed_is_the_api_and_what_the_scheduler_needs(prefix: Path)
     assert roles == {"order", "sync", "gemm"}
 
 
+@pytest.mark.slow
 @installs
 @pytest.mark.parametrize("header", [name for name in PUBLIC if name not in OF_CUTLASS])
 def test_public_header_stands_alone(prefix: Path, tmp_path: Path, header: str) -> None:

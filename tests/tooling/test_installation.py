@@ -250,6 +250,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_op_needs_torch_alone(tmp_path: Path) -> None:
     """A layer and a measurement, which the commands only show, need torch alone too."""
     for package in ("cuda", "matplotlib", "numpy", "rich", "typer"):

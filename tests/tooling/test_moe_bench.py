@@ -29,7 +29,9 @@ def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_every_way_is_right_on_cpu_ranks(dtype: torch.dtype) -> None:
     shapes = [SHAPE, SHAPE._replace(routing="zipf", k=4), MoEShape(2, 8, 16, 8, 1)]
     shapes.append(MoEShape(128, 32, 48, 8, 8))  # of many choices many sums are rounded

@@ -43,6 +43,7 @@ def test_both_pictures_are_written(report: reports.Report, tmp_path: Path) -> No
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+@pytest.mark.slow
 def test_one_command_draws_the_pictures_of_the_documentation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

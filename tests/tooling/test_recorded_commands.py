@@ -73,6 +73,7 @@ def test_tune_takes_each_call_as_it_was_made(tmp_path: Path, folder: Path) -> No
     }
 
 
+@pytest.mark.slow
 def test_bench_measures_each_op(tmp_path: Path) -> None:
     file = written(tmp_path / "calls.json", {}, {"op": "matmul_reduce_scatter"})
     arguments = ["bench", "--device", "cpu", "--samples", "1", "--ways", "agmm", "--file", file]
