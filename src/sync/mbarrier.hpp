@@ -111,10 +111,10 @@ CUTLASS_DEVICE void mbarrier_wait_in_cluster(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
-/// The two halves of the barrier of all threads of a cluster, or of a CTA that has none. Whole
-/// warps call them. An arrival orders nothing but what a fence ahead of it does
-/// (fence_mbarriers_made()): it is on the way to the first load, and a release would wait for
-/// memory.
+/// The two halves of the barrier of all threads of a cluster. Whole warps call them, in launches
+/// that have clusters: in others nothing comes of the arrival, and the wait is __syncthreads(). An
+/// arrival orders nothing but what a fence ahead of it does (fence_mbarriers_made()): it is on the
+/// way to the first load, and a release would wait for memory.
 CUTLASS_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -71,6 +71,7 @@
 #include "sync/device_release.hpp"
 #include "sync/device_wait.hpp"
 #include "sync/mbarrier.hpp"
+#include "sync/named_barrier.hpp"
 #include "sync/tensor_load.hpp"
 #include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
@@ -149,7 +150,7 @@ struct StreamingKernel {
     bool weight_is_ahead = false;
     bool lets_next_start = false;
 
-    int32_t cluster_ctas() const { return kClusterN * splits.divisor; }
+    CUTLASS_HOST_DEVICE int32_t cluster_ctas() const { return kClusterN * splits.divisor; }
     int32_t ctas() const { return clusters * cluster_ctas(); }
   };
 
@@ -225,6 +226,30 @@ struct StreamingKernel {
     fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
 
+  CUTLASS_DEVICE static bool has_cluster(Params const& params) {
+    return params.cluster_ctas() != 1;
+  }
+
+  /// Warp 4 says so and loads at once, while the others await it, in all CTAs of the cluster. In a
+  /// launch without one, the compiler's barrier of a cluster is no barrier of two halves: nothing
+  /// comes of an arrival, and a wait is __syncthreads(). Warp 4 would be waited for until its last
+  /// load, for which it needs stages that nobody gives back meanwhile.
+  CUTLASS_DEVICE static void say_barriers_are_made(Params const& params) {
+    if (has_cluster(params)) {
+      cluster_arrive();
+    } else {
+      named_barrier_arrive<NamedBarrier::kStarted, kThreads>();
+    }
+  }
+
+  CUTLASS_DEVICE static void await_barriers(Params const& params) {
+    if (has_cluster(params)) {
+      cluster_wait();
+    } else {
+      named_barrier_sync<NamedBarrier::kStarted, kThreads>();
+    }
+  }
+
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
     bool const issues = lane_id() == 0;
     if (issues) {
@@ -232,7 +257,7 @@ struct StreamingKernel {
       make_barriers(params, shared);
     }
     __syncwarp();
-    cluster_arrive();
+    say_barriers_are_made(params);
     if (params.lets_next_start) let_next_kernel_start();
     if (!params.weight_is_ahead) wait_for_previous_kernel();
     stress_delay_warp(params.arrival.wait_limit.rank);
@@ -251,7 +276,7 @@ struct StreamingKernel {
       }
     }
     __syncwarp();
-    cluster_wait();
+    if (has_cluster(params)) cluster_wait();  // each phase of its barrier has a wait of all threads
   }
 
   CUTLASS_DEVICE static void load_stage_of_weight(Params const& params, uint8_t* to, int32_t column,
@@ -273,14 +298,14 @@ struct StreamingKernel {
   }
 
   CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared, Place const& place) {
-    cluster_arrive();
+    if (has_cluster(params)) cluster_arrive();
     bool const issues = lane_id() == 0;
     wait_for_previous_kernel();
     uint32_t const seen = first_look(params.arrival);
     if (issues) shared.seen = seen;
     __syncwarp();
     fence_proxy_async_global();
-    cluster_wait();
+    await_barriers(params);
     Stage stage;
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
       Range const rows = Tile(params, place, block).rows;
@@ -377,8 +402,8 @@ struct StreamingKernel {
   }
 
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
-    cluster_arrive();
-    cluster_wait();
+    if (has_cluster(params)) cluster_arrive();
+    await_barriers(params);
     wait_for_previous_kernel();
     Stage stage;
     uint32_t parity = 0;  // of the tile
