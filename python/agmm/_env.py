@@ -49,8 +49,7 @@ EARLY_START: Final = Variable(
     "AGMM_EARLY_START",
     "off",
     "on: a matmul that gathers nothing is set up while the kernel ahead of it in its stream still "
-    "runs; weights: an unfinished one for few rows loads its weight then too, which no kernel may "
-    "write",
+    "runs; weights: one for few rows loads its weight then too, which no kernel may write",
 )
 CHECK_NAN: Final = Variable(
     "AGMM_CHECK_NAN",
@@ -74,12 +73,6 @@ LEARN: Final = Variable(
     "off",
     "on: the first calls of a kind without a tuned plan try a few plans and keep the fastest, see "
     "`agmm.learn_plans`; the same on all ranks",
-)
-STREAMING: Final = Variable(
-    "AGMM_STREAMING",
-    "off",
-    "on: plans may take the kernels for few rows, which are still being developed and have not "
-    "passed their tests on a GPU; the same on all ranks",
 )
 SGLANG: Final = Variable(
     "AGMM_SGLANG",
@@ -105,7 +98,6 @@ RUN_TIME: Final = (
         RECORD,
         REPORT,
         LEARN,
-        STREAMING,
         SGLANG,
         VLLM,
     ),
@@ -163,7 +155,7 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, LEARN, STREAMING):
+    for variable in (CACHE, SHARED_GPUS, LEARN):
         is_on(variable)
     early_start()
     reserved_sms()

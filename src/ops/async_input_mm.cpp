@@ -35,15 +35,6 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& de
                                         args.config.shape});
 }
 
-/// Whether AGMM_STREAMING is on: without it nobody gets a streaming kernel, by whatever way.
-bool serves_streaming() {
-  static bool const found = [] {
-    char const* const value = std::getenv("AGMM_STREAMING");
-    return value != nullptr && std::string(value) == "on";
-  }();
-  return found;
-}
-
 /// Checks the CTAs that compute a tile together.
 void check_parts(AsyncInputArgs const& args, DeviceFacts const& device) {
   Problem const& p = args.problem;
@@ -127,9 +118,6 @@ KernelEntry const& check(AsyncInputArgs const& args) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
   }
   KernelShape const& shape = args.config.shape;
-  if (is_streaming(shape) && !serves_streaming()) {
-    refuse("config", shape.str(), "another kernel, or AGMM_STREAMING=on");
-  }
   if (args.sm_count != 0 && args.sm_count < shape.cluster_m * shape.cluster_n) {
     refuse("sm_count", std::to_string(args.sm_count),
            "at least a cluster of " + std::to_string(shape.cluster_m * shape.cluster_n));

@@ -29,7 +29,7 @@ WEIGHTS = [
 ROWS = (1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 130)
 
 pytestmark = pytest.mark.skipif(
-    not KERNELS, reason="found no streaming kernel, wanted AGMM_KERNELS=all and AGMM_STREAMING=on"
+    not KERNELS, reason="found no streaming kernel, wanted AGMM_KERNELS=default"
 )
 
 of_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)

@@ -29,7 +29,6 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
         ("AGMM_EARLY_START", "no"),
         ("AGMM_RESERVED_SMS", "-1"),
         ("AGMM_RESERVED_SMS", "all"),
-        ("AGMM_STREAMING", "1"),
     ],
 )
 def test_nonsense_is_found_before_a_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from agmm import _core, _env
+from agmm import _core
 from agmm.planning import formats
 from agmm.planning.problems import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.runtime import kernels
@@ -18,8 +18,7 @@ def kernels_of(
     """The kernels of this build to choose from, in any order and raster, by op and name of a
     format. The kernels of a matmul + all-reduce send finished tiles too; its plan that scatters has
     a kernel of a matmul + reduce-scatter. Few kernels have another epilogue, and not all of them
-    for both layouts of B; these are named for operands of 16 bits alone. Streaming kernels count
-    with AGMM_STREAMING=on."""
+    for both layouts of B; these are named for operands of 16 bits alone."""
     of = formats.of(name)
     if of.kind == formats.BITS_16:
         dtype = "" if epilogue == kernels.PLAIN else of.operands
@@ -30,8 +29,7 @@ def kernels_of(
         found = kernels.built(op, of.operands, of.accumulation)
     else:
         return ()
-    configs = map(KernelConfig.of, found)
-    return tuple(one for one in configs if not one.is_streaming or _env.is_on(_env.STREAMING))
+    return tuple(map(KernelConfig.of, found))
 
 
 @cache

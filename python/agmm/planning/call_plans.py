@@ -127,26 +127,22 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> tuple[list[tables.Tabl
     group learns plans.
 
     Raises:
-        AgmmError: some ranks learn plans, or have streaming kernels, and others do not; all ranks
-            raise.
+        AgmmError: some ranks learn plans and others do not; all ranks raise.
     """
     world_size = dist.get_world_size(group)
     learns = is_learning()
-    here = learns, _env.is_on(_env.STREAMING)
-    setting = " ".join("on" if one else "off" for one in here)
+    setting = "on" if learns else "off"
     for _ in range(_LOOKS if learns else 1):
         own = tables.user(gpu, world_size)
         digest = "" if own is None else own.digest
         found = _exchange(group, f"their tuned tables for {gpu}", f"{digest} {setting}")
-        for i, variable in enumerate((_env.LEARN, _env.STREAMING), start=1):
-            settings = [one.split(" ")[i] for one in found]
-            if len(set(settings)) > 1:
-                ranks = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(settings))
-                also = " (agmm.learn_plans sets it, too)" if variable is _env.LEARN else ""
-                raise AgmmError(
-                    f"{variable.name}: found {ranks} of a group, wanted the same on all its "
-                    f"ranks{also}"
-                )
+        settings = [one.rpartition(" ")[2] for one in found]
+        if len(set(settings)) > 1:
+            ranks = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(settings))
+            raise AgmmError(
+                f"{_env.LEARN.name}: found {ranks} of a group, wanted the same on all its ranks "
+                "(agmm.learn_plans sets it, too)"
+            )
         if len(set(found)) == 1:
             break
     else:
