@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops import scatter_plan
+from agmm.ops import portable, scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible, check_residual
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.plain_scatter import Copying, call_with, of_call
 from agmm.ops.sums import Added
+from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig
 from agmm.runtime.calls import Call
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, portable_scatters
 
 
 class PlainAllReduce(AllReduceCall):
@@ -26,6 +27,7 @@ class PlainAllReduce(AllReduceCall):
         B: [K, N].
         bias: [N] or None.
         residual: [M, ..., N] or None.
+        plan: what the caller asks for.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class PlainAllReduce(AllReduceCall):
         group: dist.ProcessGroup,
         strict: bool,
         residual: torch.Tensor | None = None,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(A, group, strict=strict)
         self.B, self.bias, self.residual = B, bias, residual
+        self.named_plan = plan
 
     def check(self) -> None:
         check_reducible(self.A, self.B, self.bias)
@@ -99,6 +103,10 @@ class PlainAllReduce(AllReduceCall):
             A = A.new_empty(1, 1).expand(self.rows + self.missing, A.shape[1])
         B = self.B if copying is None else copying.weight(self.B)
         return call_with(kernel, [A], [B], self.group, "sum", all_reduce_sms=all_reduce_sms)
+
+    def ready_by_copies(self) -> Ready:
+        workspace = portable_scatters(self.group, self.device)
+        return portable.ReadyScatter(workspace, 0, 1, str(self.words()))
 
     def library(self) -> LibrarySum:
         return _Library()

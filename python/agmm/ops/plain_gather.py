@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops import kept, small_collectives
+from agmm.ops import kept, portable, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import why_behind
@@ -25,7 +25,7 @@ from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_gather import ready_gather
 from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import reshaped
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, portable_gathers
 
 
 class PlainGather(GatherCall):
@@ -142,6 +142,10 @@ class PlainGather(GatherCall):
     def ready_behind_gather(self) -> Ready:
         gather = small_collectives.prepare_gather(self.A_shard, self.group)
         return _BehindGather(gather, self.settings.return_A)
+
+    def ready_by_copies(self, pieces: int) -> Ready:
+        workspace = portable_gathers(self.group, self.device)
+        return portable.ReadyGather(workspace, pieces, self.settings.return_A, str(self.words()))
 
     @property
     def values(self) -> torch.Tensor:
