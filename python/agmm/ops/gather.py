@@ -294,7 +294,7 @@ class GatherCall(OpCall[Gathered]):
     def why_not_by_copies(self) -> str | None:
         """Why shards of this kind do not take the portable path on CUDA, or None."""
         if self.dim != 0:
-            return f"gather_dim: {self.settings.gather_dim}, the portable path wants 0"
+            return f"gather_dim: {self.settings.gather_dim}, the fused path wants 0"
         return None
 
     def _miss_trial(self) -> None:
