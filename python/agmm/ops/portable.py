@@ -13,14 +13,11 @@ import torch
 
 from agmm import _core
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
+from agmm.planning.legality import PORTABLE_ROWS
 from agmm.runtime import capabilities, portable, symmetric
 from agmm.runtime.portable import PortableGather, PortableScatter
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, rounded_into
-
-LEAST_ROWS = 1024
-"""The rows of A from which calls take the portable path by themselves. It is a choice: the host
-enqueues three copies and a product for each other rank, for which fewer rows leave no time."""
 
 
 def why_not(call: OpCall[Any]) -> str | None:
@@ -56,7 +53,7 @@ def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
         rows: of A, of all ranks.
         lasts: whether later calls of the same kind take the same route.
     """
-    if call.device.type != "cuda" or (rows < LEAST_ROWS and not call.strict):
+    if call.device.type != "cuda" or (rows < PORTABLE_ROWS and not call.strict):
         return None
     reason = symmetric.why_group_unfused(call.group, call.device)
     if reason is None or why_not(call) is not None:
