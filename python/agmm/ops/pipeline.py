@@ -203,8 +203,6 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             behind = call.why_composed(route)
             if behind is not None:
                 compose(behind, call.strict)
-            if route.by == PORTABLE and route.reason is not None:
-                take_portable(route.reason)
             call.look(route, words)
             try:
                 ready = call.prepare(route)
@@ -214,6 +212,8 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
                     call.trial.miss()
                 route = call.instead(route, str(error))
                 continue
+            if route.by == PORTABLE and route.reason is not None:
+                take_portable(route.reason)
             by = COMPOSED if behind is not None and route.by == KERNEL else route.by
             kind = seen.served(call, words, by, behind or route.reason, keep_as)
             if route.lasts and call.is_settled:
