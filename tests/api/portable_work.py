@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from rank_groups import fresh_group
@@ -17,7 +19,7 @@ def named() -> list[str]:
     torch.manual_seed(0)
     A, B = torch.randn(4 * size, 6), torch.randn(6, 5)
     shard = A.chunk(size)[rank]
-    calls = {
+    calls: dict[str, tuple[Any, torch.Tensor]] = {
         "all_gather_matmul": (agmm.all_gather_matmul, shard),
         "matmul_reduce_scatter": (agmm.matmul_reduce_scatter, A),
         "matmul_all_reduce": (agmm.matmul_all_reduce, A),

@@ -52,7 +52,8 @@ def call_of(op: str, rows: int = 2048, ranks: int = 2, dim: int = 0, **settings:
     """A call whose operands are taken to be on a GPU."""
     group, strict = mock.Mock(size=lambda: ranks), settings.get("strict", False)
     plan = {"portable": BY_COPIES, "unfused": UNFUSED}.get(settings.get("config", ""))
-    B, call = torch.zeros(16, 8), None
+    B = torch.zeros(16, 8)
+    call: Any
     if op == "gather":
         A_shard = torch.zeros(rows // ranks, 1, 16)
         call = PlainGather(A_shard, [B], [None], group, GatherSettings(dim, **settings))
@@ -107,7 +108,8 @@ def test_dimensions_that_are_not_sent_by_rows_are_the_librarys(
     card: str, op: str, dim: int
 ) -> None:
     for config in ("", "portable"):
-        call = call_of(op, dim=dim, **({"config": config} if config else {}))
+        asked: dict[str, Any] = {"config": config} if config else {}
+        call = call_of(op, dim=dim, **asked)
         assert route_of(call, card).by == LIBRARY
 
 
@@ -155,9 +157,9 @@ class Served(OpCall[Any]):
 def test_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, found: str, warning: str
 ) -> None:
-    for name in ("groups", "backends", "seen", "kept"):
+    for name in ("groups", "seen", "kept"):
         monkeypatch.setattr(pipeline, name, mock.MagicMock())
-    monkeypatch.setattr(pipeline.backends, "is_fake", lambda group: False)
+    monkeypatch.setattr("agmm.runtime.backends.is_fake", lambda group: False)
     monkeypatch.setattr(pipeline, "calling", mock.MagicMock())
     forget_warnings()
     with warnings.catch_warnings(record=True) as caught:

@@ -48,12 +48,16 @@ class Rank:
         self.is_captured = False
 
     def gather(self, *given: Any, words: str = "", **settings: Any) -> None:
-        settings |= {"beside": Late(), "is_captured": self.is_captured}
-        self.turn = portable.gather(self.slots, *given, self.turn, **settings)
+        settings |= {"turn": self.turn, "beside": Late(), "is_captured": self.is_captured}
+        self.turn = portable.gather(self.slots, *given, **settings)
 
     def scatter(self, *given: Any, what: str, words: str) -> None:
-        settings = {"beside": Late(), "is_captured": self.is_captured}
-        self.turn = portable.scatter(self.slots, *given, self.turn, **settings)
+        sent, product, total = given
+        self.turn = portable.scatter(
+            *(self.slots, sent, product, total, self.turn),
+            beside=Late(),
+            is_captured=self.is_captured,
+        )
 
 
 def orders_of(calls: int) -> list[bool]:
@@ -167,7 +171,8 @@ def outs_of(world_size: int, work: Callable[[Rank], Any], slots: int) -> list[An
 def test_products_of_a_gather(return_A: bool) -> None:
     """Several weights, a bias, leading dimensions and strides."""
     shards = [torch.randn(5, 8, 3).mT for _ in range(3)]  # [5, 3, 8]
-    Bs, biases = [torch.randn(8, 4), torch.randn(6, 8).t()], [None, torch.randn(6)]
+    bias = torch.randn(6)
+    Bs, biases = [torch.randn(8, 4), torch.randn(6, 8).t()], [None, bias]
 
     def work(rank: Rank) -> Any:
         call = ready.ReadyGather(rank, 2, return_A, "")  # type: ignore[arg-type]
@@ -177,7 +182,7 @@ def test_products_of_a_gather(return_A: bool) -> None:
     for whole, _, outs in outs_of(3, work, 2):
         assert whole is None if not return_A else torch.equal(whole, A)
         torch.testing.assert_close(outs[0], A @ Bs[0])
-        torch.testing.assert_close(outs[1], A @ Bs[1] + biases[1])
+        torch.testing.assert_close(outs[1], A @ Bs[1] + bias)
 
 
 def test_products_of_a_scaled_gather() -> None:
@@ -212,7 +217,8 @@ def test_products_of_a_scatter(dim: int, divisor: int, has_bias: bool, has_resid
     As = [[torch.randn(*shape[:-1], k) for k in ks] for _ in range(3)]
     Bs = [[torch.randn(k, 4) for k in ks] for _ in range(3)]
     bias = torch.randn(4) if has_bias else None
-    total = sum(A @ B for own in range(3) for A, B in zip(As[own], Bs[own], strict=True)) / divisor
+    each = [A @ B for own in range(3) for A, B in zip(As[own], Bs[own], strict=True)]
+    total = torch.stack(each).sum(0) / divisor
     wanted = [part + (0 if bias is None else bias) for part in total.chunk(3, dim)]
     residuals = [torch.randn_like(part) for part in wanted]
 
