@@ -173,6 +173,7 @@ def _portable_ways(
     prepare: Callable[[Workload], Callable[[], Result]],
     prepare_with_A: Callable[[Workload], Callable[[], Result]] | None = None,
 ) -> tuple[Way, ...]:
+    """The ways on GPUs: on CPU ranks the path is that of the others."""
     made = [(_PORTABLE, "agmm, portable", prepare)]
     if prepare_with_A is not None:
         made.append((f"{_PORTABLE}-A", "agmm, portable, returns A", prepare_with_A))
@@ -180,7 +181,7 @@ def _portable_ways(
         way
         for name, title, one in made
         for way in (
-            Way(name, title, one, on_cpu=True, is_agmm=True, host_time=True),
+            Way(name, title, one, is_agmm=True, host_time=True),
             Way(f"{name}-graph", f"{title}, graph", as_graph(one), is_agmm=True),
         )
     )
