@@ -260,7 +260,7 @@ def test_gpus_of_other_architectures(
 
 def test_the_gpu_here_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_names, "gpu_here", lambda: "nvidia-t4")
-    monkeypatch.setattr(gpu_names, "_capability_here", lambda: (7, 5))
+    monkeypatch.setattr(gpu_names, "capability_here", lambda: (7, 5))
     text = said(replace(PROBLEM, gpu="nvidia-t4"))
     assert "plan: unfused" in text
     assert "has 7.5, and agmm's copies want at least 8.0" in text

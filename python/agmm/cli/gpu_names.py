@@ -82,11 +82,12 @@ def capability_of(gpu: str) -> tuple[int, int] | None:
     """The compute capability of a GPU of `OTHERS`, or of the first one here; None of others."""
     if gpu in OTHERS or gpu != gpu_here():
         return OTHERS.get(gpu)
-    return _capability_here()
+    return capability_here()
 
 
 @cache
-def _capability_here() -> tuple[int, int] | None:
+def capability_here() -> tuple[int, int] | None:
+    """The compute capability of the first GPU that this process sees, None where it sees none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from agmm.errors import Unsupported
 from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
 from agmm.runtime.cuda_background import BackgroundStreams
-from agmm.runtime.cuda_collectives import SLOT_BYTES
-from agmm.runtime.workspaces import collectives_workspace
+from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
 
 PIECE_ROWS = 1024
 """The rows of a shard that are multiplied at a time, at least. It is a choice: fewer would leave
@@ -240,8 +239,11 @@ class _TaggedSlots(CudaSlots):
 class _PortableWorkspace(CopyWorkspace):
     """Slots for calls of one kind, whose barriers are kernels of agmm's collectives."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, collectives: CollectivesWorkspace
+    ) -> None:
         super().__init__(group, device)
+        self._collectives = collectives
         self._turn = 0
         self._streams = BackgroundStreams(device)
 
@@ -262,7 +264,7 @@ class _PortableWorkspace(CopyWorkspace):
             Unsupported: the group can have no such memory, or would have to make some during a
                 capture; all ranks raise.
         """
-        collectives = collectives_workspace(self.group, self.device)
+        collectives = self._collectives
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured and not (collectives.is_ready and nbytes <= self.slot_bytes):
             raise Unsupported(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -190,14 +191,16 @@ def portable_gathers(group: dist.ProcessGroup, device: torch.device) -> Portable
     """The workspace of ``group`` on ``device`` for all-gathers beside products of the library."""
     from agmm.runtime.portable import PortableGather
 
-    return _kept(_portable, PortableGather, group, device)
+    collectives = collectives_workspace(group, device)
+    return _kept(_portable, partial(PortableGather, collectives=collectives), group, device)
 
 
 def portable_scatters(group: dist.ProcessGroup, device: torch.device) -> PortableScatter:
     """The workspace of ``group`` on ``device`` for products of the library that are scattered."""
     from agmm.runtime.portable import PortableScatter
 
-    return _kept(_portable_scatters, PortableScatter, group, device)
+    make = partial(PortableScatter, collectives=collectives_workspace(group, device))
+    return _kept(_portable_scatters, make, group, device)
 
 
 def _kept(
