@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops import portable, small_collectives
 from agmm.ops.kernel_epilogues import not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
@@ -19,7 +19,7 @@ from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.planning.transports import PORTABLE as BY_COPIES
-from agmm.runtime import groups, nan_check
+from agmm.runtime import groups, hosts, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.epilogues import Epilogue
@@ -110,6 +110,10 @@ class GatherCall(OpCall[Gathered]):
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
         """The call of the portable path on CUDA, for shards in so many pieces."""
+
+    def ready_between_hosts(self) -> Ready:
+        """The call of CPU ranks on several hosts, for these operands; Unsupported where is none."""
+        raise Unsupported("group: found ranks on several hosts, wanted one for such operands")
 
     @property
     @abstractmethod
@@ -283,8 +287,9 @@ class GatherCall(OpCall[Gathered]):
     def _portable(self) -> Route:
         """The route of a call that was asked to take the portable path."""
         if self.device.type == "cpu":  # whose backend is that path
-            reason = self.why_not_fused()
-            return Route(LIBRARY, reason) if reason else Route(PORTABLE, plan=self.settings.plan)
+            reason, plan = self.why_not_fused(), self.settings.plan
+            found = Route(PORTABLE, plan=plan, lasts=not hosts.spans(self.group))
+            return Route(LIBRARY, reason) if reason else found
         return portable.route(self, self.why_not_by_copies(), lasts=self.lasts_by_copies())
 
     def lasts_by_copies(self) -> bool:
@@ -322,6 +327,8 @@ class GatherCall(OpCall[Gathered]):
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()
             ready = self.ready_by_copies(portable.pieces_of(rows, asked))
+        elif route.by == PORTABLE and hosts.spans(self.group):
+            ready = self.ready_between_hosts()
         elif self.device.type == "cpu":
             self.settings = self.settings._replace(plan=route.plan)
             return self.again_on_cpu()

@@ -19,7 +19,7 @@ from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
 from agmm.ops.sums import Added
 from agmm.planning.plans import BY_COPIES, BY_TORCH, Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
+from agmm.runtime import collectives, cpu_scatter, groups, hosts, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
@@ -143,11 +143,16 @@ class PlainScatter(ScatterCall):
         As, residual = [A.reshape(rows, A.shape[-1]) for A in fronts], self.residual
         if residual is not None:
             residual = residual.movedim(self.dim, 0).flatten(0, -2)
+        agreed = f"{list(self.A.shape[:-1])} along {self.dim}"
+        if self.settings.plan == BY_COPIES and hosts.spans(self.group):
+            divisor = self.group.size() if self.settings.reduce_op == "avg" else 1
+            settings = hosts.Settings(divisor, self.bias, residual, agreed)
+            return hosts.scatter(self.group, As, self.Bs, settings, words, self.meanwhile)
         return cpu_workspace(self.group).reduce_scatter(
             cpu_scatter.plain_sum(As, self.Bs, self.bias, residual),
             self.settings.reduce_op,
             words,
-            agreed=f"{list(self.A.shape[:-1])} along {self.dim}",
+            agreed=agreed,
             meanwhile=self.meanwhile,
         )
 
