@@ -69,6 +69,9 @@ def _products(
         )
         wanted = 2 * total.chunk(size)[rank] / size + bias.double() + 1
         compare("scatter of two", part, wanted)
+        some = own[: size * rows - 1]  # which the ranks cannot share equally
+        summed = agmm.matmul_all_reduce(some, B, group, config="portable", strict=True)
+        compare("all-reduce", summed, total[: size * rows - 1])
     return faults
 
 

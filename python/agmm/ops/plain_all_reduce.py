@@ -13,8 +13,9 @@ from agmm.ops.checks import check_reducible, check_residual
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.plain_scatter import Copying, call_with, of_call
 from agmm.ops.sums import Added
-from agmm.planning.plans import Plan
+from agmm.planning.plans import BY_COPIES, Plan
 from agmm.planning.problems import KernelConfig
+from agmm.runtime import hosts
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace, portable_scatters
 
@@ -90,6 +91,9 @@ class PlainAllReduce(AllReduceCall):
 
     def by_cpu(self, words: Call) -> torch.Tensor:
         residual = None if self.residual is None else self.residual.flatten(0, -2)
+        if self.named_plan == BY_COPIES and hosts.spans(self.group):
+            settings = hosts.Settings(1, self.bias, residual, f"{self.shape}")
+            return hosts.all_reduce(self.group, self._matrix(), self.B, settings, words)
         return cpu_workspace(self.group).matmul_all_reduce(
             *(self._matrix(), self.B, self.bias, words), agreed=f"{self.shape}", residual=residual
         )

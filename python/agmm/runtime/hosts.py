@@ -335,3 +335,35 @@ def scatter(
         if summand is not None:
             total.add_(summand)
     return total.to(dtype)
+
+
+def all_reduce(
+    group: dist.ProcessGroup,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    settings: Settings,
+    call: Call,
+) -> torch.Tensor:
+    """Return the sum over the ranks of ``A @ B``, [M, N] with the same bits on all: a `scatter` of
+    rows that are filled up with zeros, and a `gather`. Collective; errors are those of `gather`.
+
+    Args:
+        settings: the residual is [M, N], the same on all ranks.
+    """
+    size, rank = group.size(), groups.of(group).rank
+    missing = -len(A) % size
+
+    def filled(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+    residual = settings.residual
+    if residual is not None:
+        residual = filled(residual).chunk(size)[rank]
+    own = scatter(group, [filled(A)], [B], settings._replace(residual=residual), call)
+    out = own.new_empty(size, *own.shape)
+
+    def keep(source: int, cut: slice, rows: torch.Tensor) -> None:
+        out[source, cut] = rows
+
+    gather(group, own, keep, call, agreed=f"finished rows {settings.agreed}")
+    return out.flatten(0, 1)[: len(A)].clone()
