@@ -51,13 +51,13 @@ def test_gpus_of_another_architecture(gpu_pool: RankPool) -> None:
 
 
 @needs_two
-@pytest.mark.parametrize("op", ["gather", "scatter"])
 @pytest.mark.parametrize(
-    ("calls", "wanted"),
-    [(work.different, "portable"), (work.missing, "from rank 1")],
-    ids=["different", "missing"],
+    ("op", "words"),
+    [("gather", "all_gather_matmul(A_shard ["), ("scatter", "matmul_reduce_scatter(A [")],
 )
-def test_ends_with_a_message(calls: Callable[[str], None], op: str, wanted: str) -> None:
+@pytest.mark.parametrize("calls", [work.different, work.missing])
+def test_ends_with_a_message(calls: Callable[[str], None], op: str, words: str) -> None:
+    wanted = words if calls is work.different else "from rank 1"
     with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "2"}) as pool:
         begin = time.monotonic()
         with pytest.raises(RankError) as failure:

@@ -154,7 +154,8 @@ class AllReduceCall(SumCall):
                 call = self.ready_on_cuda(plan.scatters, 0)
 
             def gather(shard: torch.Tensor) -> torch.Tensor:
-                return small_collectives.all_gathered(shard, self.group, words, strict=self.strict)
+                strict = self.strict and plan is not None  # copies go with any gather
+                return small_collectives.all_gathered(shard, self.group, words, strict=strict)
 
         return _OnCuda(call, self.load(), self.missing, gather)
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
-from agmm.runtime.cuda_background import BackgroundStreams
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
 
 PIECE_ROWS = 1024
@@ -245,7 +244,6 @@ class _PortableWorkspace(CopyWorkspace):
         super().__init__(group, device)
         self._collectives = collectives
         self._turn = 0
-        self._streams = BackgroundStreams(device)
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
         return _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
@@ -280,7 +278,7 @@ class _PortableWorkspace(CopyWorkspace):
                 self.captured = True
             else:
                 stream.wait_event(self._done)
-            yield slots, _CopyStream(self._streams.of_capture()), is_captured
+            yield slots, _CopyStream(self._background.of_capture()), is_captured
             if not is_captured:
                 self._done.record(stream)
 
