@@ -4,7 +4,7 @@ with copies that are late."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,16 +23,22 @@ class Late:
     """Copies that are made no earlier than somebody waits for them."""
 
     def __init__(self) -> None:
-        self._copies: list[Callable[[], None]] = []
+        self._copies: list[Sequence[portable.Copy]] = []
         self._made = 0
+        self._is_forked = False
 
-    def run(self, copy: Callable[[], None]) -> int:
-        self._copies.append(copy)
+    def fork(self) -> None:
+        self._is_forked = True
+
+    def run(self, copies: Sequence[portable.Copy]) -> int:
+        assert self._is_forked
+        self._copies.append(copies)
         return len(self._copies)
 
     def wait(self, mark: int) -> None:
-        for copy in self._copies[self._made : mark]:
-            copy()
+        for copies in self._copies[self._made : mark]:
+            for target, source in copies:
+                target.copy_(source)
         self._made = max(self._made, mark)
 
     def join(self) -> None:

@@ -43,11 +43,19 @@ Consume = Callable[[int, slice, list[torch.Tensor]], None]
 in its shard, and what that rank has sent of them."""
 
 
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A copy: the memory to write, and what is written there."""
+
+
 class Beside(Protocol):
     """A place for copies beside what the caller computes."""
 
-    def run(self, copy: Callable[[], None]) -> Any:
-        """Make copies behind all that was computed so far, and return a mark of their end."""
+    def fork(self) -> None:
+        """Copies come from now on behind all that was computed so far."""
+        ...
+
+    def run(self, copies: Sequence[Copy]) -> Any:
+        """Make copies behind those before, and return a mark of their end."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -107,25 +115,30 @@ def gather(
     for own, place in zip(parts, _places(slots.of(rank)[half], parts), strict=True):
         place.copy_(own)
     slots.barrier()
-    awaited: list[tuple[int, slice, Any]] = []
-    for source in _others(slots):
-        staged = _places(slots.of(source)[half], parts)
+    beside.fork()
+    others = _others(slots)
 
-        def copy(cut: slice, source: int = source, staged: Any = staged) -> None:
+    def copies_of(source: int) -> list[tuple[int, slice, Any]]:
+        """The pieces of a rank, with the marks of their copies."""
+        staged = _places(slots.of(source)[half], parts)
+        found = []
+        for cut in cuts:
+            pairs = []
             for whole, there in zip(wholes, staged, strict=True):
                 if there.shape[0] == rows:
-                    whole[source, cut].copy_(there[cut])
+                    pairs.append((whole[source, cut], there[cut]))
                 elif cut.start == 0:
-                    whole[source].copy_(there)
+                    pairs.append((whole[source], there))
+            found.append((source, cut, beside.run(pairs)))
+        return found
 
-        for cut in cuts:
-            mark = beside.run(lambda cut=cut, copy=copy: copy(cut))  # type: ignore[misc]
-            awaited.append((source, cut, mark))
-    if keeps_own:  # behind those that are awaited
-        for whole, own in zip(wholes, parts, strict=True):
-            beside.run(lambda whole=whole, own=own: whole[rank].copy_(own))  # type: ignore[misc]
     try:
+        # The host enqueues the first copies, then the product that hides the enqueueing of others.
+        awaited = [one for source in others[:1] for one in copies_of(source)]
         consume(rank, slice(0, rows), list(parts))
+        awaited += [one for source in others[1:] for one in copies_of(source)]
+        if keeps_own:
+            beside.run([(whole[rank], own) for whole, own in zip(wholes, parts, strict=True)])
         for source, cut, mark in awaited:
             beside.wait(mark)
             come = [whole[source] for whole in wholes]
@@ -170,8 +183,8 @@ def scatter(
         slots.barrier()
     for owner, part in zip(_others(slots), sent, strict=True):
         product(owner, part)
-        place = places(owner)[rank]
-        beside.run(lambda place=place, part=part: place.copy_(part))  # type: ignore[misc]
+        beside.fork()
+        beside.run([(places(owner)[rank], part)])
     come = places(rank)
     product(rank, come[rank])
     if meanwhile is not None:
@@ -210,10 +223,13 @@ class _CopyStream:
         self._stream = stream
         self._current = torch.cuda.current_stream(stream.device)
 
-    def run(self, copy: Callable[[], None]) -> torch.cuda.Event:
+    def fork(self) -> None:
         self._stream.wait_stream(self._current)
+
+    def run(self, copies: Sequence[Copy]) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
-            copy()
+            for target, source in copies:
+                target.copy_(source)
             done = torch.cuda.Event()
             done.record()
         return done
