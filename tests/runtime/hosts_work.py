@@ -11,6 +11,8 @@ from rank_groups import fresh_group
 
 import agmm
 from agmm.runtime import groups
+from agmm.runtime import hosts as spanning
+from agmm.runtime.calls import Call
 
 
 def _operands(rank: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,3 +107,21 @@ def missing(hosts: str, limit_s: float) -> str:
         except agmm.AgmmError as error:
             return str(error)
     return "no error"
+
+
+def order_of(hosts: str) -> list[tuple[bool, int]]:
+    """Whether rows that a gather hands over are from another host, and where they begin in their
+    shard, in the order in which they are handed over; the other host is late."""
+    rank = dist.get_rank()
+    order: list[tuple[bool, int]] = []
+    with mock.patch.object(groups, "host_id", return_value=hosts[rank]):
+        group, shard = fresh_group(), torch.full((8, 2), float(rank))
+        if hosts[rank] != hosts[0]:
+            time.sleep(0.2)
+
+        def consume(source: int, cut: slice, rows: torch.Tensor) -> None:
+            assert torch.equal(rows, torch.full_like(rows, float(source)))
+            order.append((hosts[source] != hosts[rank], cut.start))
+
+        spanning.gather(group, shard, consume, Call("gather", A_shard=shard))
+    return order

@@ -8,7 +8,7 @@ import hosts_work
 import pytest
 import torch
 
-from agmm.runtime.hosts import layout_of
+from agmm.runtime.host_layout import layout_of
 from agmm.testing.ranks import RankPool
 
 HOSTS = ["ab", "aabb", "abab", "abb", "aaab", "abc", "aabbc"]
@@ -54,3 +54,12 @@ def test_a_host_that_does_not_come_is_named() -> None:
         found = pool.run(hosts_work.missing, "ab", 2.0)
     assert "rank 0: waited for rank 1, on another host, in all_gather_matmul(" in found[0]
     assert "within 2 s" in found[0]
+
+
+def test_rows_of_the_own_host_come_first_then_chunk_by_chunk(
+    rank_pools: Callable[..., RankPool],
+) -> None:
+    for order in rank_pools(4).run(hosts_work.order_of, "aabb"):
+        near, far = [[start for is_far, start in order if is_far is one] for one in (False, True)]
+        assert order == [(False, start) for start in near] + [(True, start) for start in far]
+        assert sorted(near) == sorted(far) == far == [0, 0, 2, 2, 4, 4, 6, 6]

@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from agmm import _env
-from agmm.errors import AgmmError, reason_of
+from agmm.errors import AgmmError, Unsupported, reason_of
 from agmm.runtime import cpu_scatter, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_slots import tag_of
+from agmm.runtime.host_layout import layout_of
 from agmm.runtime.portable import cuts_of
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -39,74 +41,70 @@ _MOST_TAGS = 2**24
 """The tags that messages tell apart: gloo numbers them by 32 bits with a sign."""
 
 
-class Layout(NamedTuple):
-    """Which ranks are on which host."""
-
-    hosts: tuple[tuple[int, ...], ...]
-    """The ranks of each host, ascending; the hosts by their first ranks."""
-
-    def host_of(self, rank: int) -> int:
-        return next(i for i, ranks in enumerate(self.hosts) if rank in ranks)
-
-    def carrier(self, rank: int, host: int) -> int:
-        """The rank of another host that exchanges with ``rank``: that of the same place among its
-        host's, counted round where these are fewer."""
-        place = self.hosts[self.host_of(rank)].index(rank)
-        there = self.hosts[host]
-        return there[place % len(there)]
-
-    def carried(self, rank: int) -> list[int]:
-        """The ranks of other hosts whose carrier a rank is."""
-        own = self.host_of(rank)
-        return [
-            other
-            for host, ranks in enumerate(self.hosts)
-            for other in ranks
-            if host != own and self.carrier(other, own) == rank
-        ]
-
-    def rounds(self, host: int) -> int:
-        """The most ranks of other hosts that a rank of this one carries."""
-        return max(len(self.carried(rank)) for rank in self.hosts[host])
-
-
-def layout_of(hosts: Sequence[str]) -> Layout:
-    """The layout of ranks whose hosts are given."""
-    of_each: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        of_each.setdefault(host, []).append(rank)
-    return Layout(tuple(tuple(ranks) for ranks in of_each.values()))
-
-
 def spans(group: dist.ProcessGroup) -> bool:
     """Whether the ranks are on several hosts. Collective at first use."""
     return len(set(groups.of(group).hosts())) > 1
 
 
 class _Spanning:
-    """A group that spans hosts, and the group of its ranks on this one."""
+    """A group that spans hosts, and the group of its ranks on this one. Collective.
+
+    Raises:
+        Unsupported: the ranks of a host can have no group, or share no memory; all ranks raise.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         known = groups.of(group)
         self.rank, self.layout = known.rank, layout_of(known.hosts())
         self.host = self.layout.host_of(self.rank)
-        self.near = self.layout.hosts[self.host]
-        """The ranks of this host."""
-        self.local: dist.ProcessGroup | None = None
-        """The group of these; None for one rank."""
-        if len(self.near) > 1:
-            ranks = [dist.get_global_rank(group, rank) for rank in self.near]
-            self.local = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        global_ranks = {r: dist.get_global_rank(group, r) for r in self.layout.hosts[self.host]}
+        self.near = sorted(global_ranks, key=lambda rank: global_ranks[rank])
+        """The ranks of this host, in the order of their own group."""
+        # torch names such a group by its ranks and the number of groups that a process has.
+        counts = known.exchange("how many groups they have", str(len(_world.pg_names)))
+        for ranks in self.layout.hosts:
+            found = sorted({counts[rank] for rank in ranks})
+            if len(found) > 1:
+                raise Unsupported(
+                    f"group: found ranks {list(ranks)} of a host in {' and '.join(found)} groups, "
+                    "wanted equally many: torch could make no group of them"
+                )
+        # Every rank makes one, a lone one too, so that they stay in equally many.
+        self._own = dist.new_group(
+            sorted(global_ranks.values()), backend="gloo", use_local_synchronization=True
+        )
+        error = ""
+        if self.local is not None:
+            try:
+                cpu_workspace(self.local)
+            except Unsupported as found_error:
+                error = str(found_error)
+        reasons = known.exchange("whether the ranks of a host share memory", error)
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            raise Unsupported(reason)
+
+    @property
+    def local(self) -> dist.ProcessGroup | None:
+        """The group of the ranks of this host; None for one rank."""
+        return self._own if len(self.near) > 1 else None
 
 
-_spanning: weakref.WeakKeyDictionary[dist.ProcessGroup, _Spanning] = weakref.WeakKeyDictionary()
+_spanning: weakref.WeakKeyDictionary[dist.ProcessGroup, _Spanning | Unsupported]
+_spanning = weakref.WeakKeyDictionary()
 
 
 def _of(group: dist.ProcessGroup) -> _Spanning:
     """What is known of the group; under its lock. Collective at first use."""
     found = _spanning.get(group)
     if found is None:
-        found = _spanning[group] = _Spanning(group)
+        try:
+            found = _Spanning(group)
+        except Unsupported as error:
+            found = error
+        _spanning[group] = found
+    if isinstance(found, Unsupported):
+        raise Unsupported(str(found))
     return found
 
 
@@ -159,9 +157,10 @@ def _in_step(group: dist.ProcessGroup) -> Iterator[_Spanning]:
     known = groups.of(group)
     with known.lock:
         known.check_in_step()
+        here = _of(group)
         known.calls += 1
         try:
-            yield _of(group)
+            yield here
         except BaseException:
             known.is_in_step = False
             raise
