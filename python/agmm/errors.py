@@ -46,6 +46,12 @@ def fall_back(reason: str, strict: bool) -> None:
     warn_once(f"agmm takes the unfused path: {reason}")
 
 
+def take_portable(reason: str) -> None:
+    """Warns that the library multiplies the pieces of a call, beside copies, once in a process for
+    each reason."""
+    warn_once(f"agmm takes the portable path: {reason}")
+
+
 def compose(reason: str, strict: bool) -> None:
     """Warns that torch's ops compute a part of a call behind agmm's kernel, once in a process for
     each reason.

@@ -203,7 +203,8 @@ def _gathers(make: _Maker) -> Iterator[Call]:
 
     yield Call(one, operands(), dim, flops, True)
     yield Call(one, operands(), dim | {"return_A": True, "save_gathered": True}, flops, True)
-    yield Call(one, operands(), dim | {"return_A": True, "config": "unfused"}, flops, True)
+    for config in ("unfused", "portable"):
+        yield Call(one, operands(), dim | {"return_A": True, "config": config}, flops, True)
     both = of_two(B="B", bias="bias")
     yield Call(one, both, dim | {"return_A": True}, 3 * flops, True)
     settings = dim | {"return_A": True, "config": "", "strict": False}
@@ -246,6 +247,8 @@ def _scatters(make: _Maker) -> Iterator[Call]:
 
     yield Call(one, operands(bias=not sizes.is_last), dim, flops, True)
     yield Call(one, operands(bias=False), dim | {"reduce_op": "avg"}, flops, True)
+    by_copies = dim | {"config": "portable"}
+    yield Call(one, operands(bias=not sizes.is_last), by_copies, flops, True)
     yield Call(one, of_two(A="A", B="B"), dim, 3 * flops, True)
     part = list(make.whole) if sizes.is_last else list(sizes.leading)
     added = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}
@@ -272,7 +275,9 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
         yield Call(op, of_sum, {}, flops, True)
         added = {name: tensor.clone() for name, tensor in of_sum.items()}
         added["residual"] = make.numbers(*shape[:-1], N)
+        by_copies = {name: tensor.clone() for name, tensor in added.items()}
         yield Call(op, added, {}, flops, True)
+        yield Call(op, by_copies, {"config": "portable"}, flops, True)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
             "A": make.fp8(*shape),

@@ -230,12 +230,40 @@ def test_a_gpu_with_a_table_comes_before_others() -> None:
     assert gpu_names.find_gpu("nvl") == "nvidia-h200-nvl"
 
 
-@pytest.mark.parametrize("name", ["", "b200", "nvidia-h2001", "h", "nvidia"])
+@pytest.mark.parametrize("name", ["", "v100", "nvidia-h2001", "h", "nvidia"])
 def test_unknown_gpus(name: str) -> None:
     with pytest.raises(
         InvalidArgument, match=r"wanted one of cpu, .*, nvidia-h200, or, with .* nvidia-h100-pcie, "
     ):
         gpu_names.find_gpu(name)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "plan", "why"),
+    [
+        ("a100", {}, "portable", "has 8.0"),
+        ("l40s", {"op": "matmul_reduce_scatter"}, "portable", "has 8.9"),
+        ("b200", {"op": "matmul_all_reduce"}, "portable", "has 10.0"),
+        ("rtx-pro-6000", {"m": 512}, "unfused", "less than 1024 rows"),
+        ("a100", {"world_size": 16}, "unfused", "more than the 8 GPUs"),
+        ("a100", {"world_size": 1}, "the library's matmul", "nothing to send"),
+    ],
+)
+def test_gpus_of_other_architectures(
+    gpu: str, changes: dict[str, Any], plan: str, why: str
+) -> None:
+    text = said(replace(PROBLEM, gpu=gpu_names.find_gpu(gpu), **changes))
+    assert f"plan: {plan}" in text
+    assert why in text
+    assert "predicted" not in text
+
+
+def test_the_gpu_here_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_names, "gpu_here", lambda: "nvidia-t4")
+    monkeypatch.setattr(gpu_names, "capability_here", lambda: (7, 5))
+    text = said(replace(PROBLEM, gpu="nvidia-t4"))
+    assert "plan: unfused" in text
+    assert "has 7.5, and agmm's copies want at least 8.0" in text
 
 
 SCATTER = Problem(4096, 8192, 2304, world_size=4, op="matmul_reduce_scatter")

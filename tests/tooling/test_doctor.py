@@ -31,6 +31,7 @@ def _core(**changes: Any) -> types.SimpleNamespace:
     values = {
         "__version__": _installation.version(),
         "CAPABILITY": 90,
+        "LEAST_CAPABILITY": 80,
         "cuda_built": True,
         "fault": "",
         "stress_delays": False,
@@ -176,6 +177,34 @@ def test_what_stands_against_fusion_is_said(
     verdict = _diagnose(monkeypatch, _core(cuda_built=built))[-1]
     assert verdict.status == "note"
     assert reason in verdict.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "peers", "path"),
+    [
+        ((8, 0), True, "portable"),
+        ((8, 9), True, "portable"),
+        ((12, 0), True, "portable"),
+        ((10, 0), False, "all-gather + matmul"),
+        ((7, 5), True, "all-gather + matmul"),
+    ],
+)
+def test_other_cards_are_told_what_they_get(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], peers: bool, path: str
+) -> None:
+    _pretend_gpus(monkeypatch, capability, peers)
+    findings = _diagnose(monkeypatch, _core())
+    assert f"CUDA tensors: {path}" in findings[-1].found
+    assert ("SMs: unfused" in _named(findings, "GPUs").found) == (capability < (8, 0))
+
+
+def test_a_group_of_several_kinds_takes_the_path_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpus(monkeypatch, (9, 0), peers=True)
+    kinds = [(9, 0), (8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: kinds[i])
+    findings = _diagnose(monkeypatch, _core())
+    assert "several kinds is portable" in _named(findings, "GPUs").meaning
+    assert "CUDA tensors: portable" in findings[-1].found
 
 
 def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

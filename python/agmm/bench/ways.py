@@ -95,17 +95,17 @@ def _torch_native(p: Workload) -> Callable[[], Result]:
     return call
 
 
-def _agmm(return_A: bool) -> Callable[[Workload], Callable[[], Result]]:
+def _agmm(return_A: bool, config: str | None = None) -> Callable[[Workload], Callable[[], Result]]:
     def prepare(p: Workload) -> Callable[[], Result]:
         A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
         op = agmm.all_gather_matmul
 
         def with_A() -> Result:
-            A, out = op(A_shard, B, group, return_A=True)
+            A, out = op(A_shard, B, group, return_A=True, config=config)
             return A, out
 
         def without_A() -> Result:
-            return None, op(A_shard, B, group)
+            return None, op(A_shard, B, group, config=config)
 
         return with_A if return_A else without_A
 
@@ -139,7 +139,7 @@ def _torch_fused(p: Workload) -> Callable[[], Result]:
 
 
 def _summed_by_agmm(
-    op: Callable[..., torch.Tensor], strict: bool
+    op: Callable[..., torch.Tensor], strict: bool, config: str | None = None
 ) -> Callable[[Workload], Callable[[], Result]]:
     """The way that calls an op of agmm which sums the products of all ranks."""
 
@@ -147,7 +147,7 @@ def _summed_by_agmm(
         A, B, group = p.operands.A, p.operands.B, p.group
 
         def call() -> Result:
-            return None, op(A, B, group, strict=strict)
+            return None, op(A, B, group, strict=strict, config=config)
 
         return call
 
@@ -163,6 +163,28 @@ def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
         return None, out
 
     return call
+
+
+_PORTABLE = "portable"
+"""The config of the ways that multiply by the library, beside copies."""
+
+
+def _portable_ways(
+    prepare: Callable[[Workload], Callable[[], Result]],
+    prepare_with_A: Callable[[Workload], Callable[[], Result]] | None = None,
+) -> tuple[Way, ...]:
+    """The ways on GPUs: on CPU ranks the path is that of the others."""
+    made = [(_PORTABLE, "agmm, portable", prepare)]
+    if prepare_with_A is not None:
+        made.append((f"{_PORTABLE}-A", "agmm, portable, returns A", prepare_with_A))
+    return tuple(
+        way
+        for name, title, one in made
+        for way in (
+            Way(name, title, one, is_agmm=True, host_time=True),
+            Way(f"{name}-graph", f"{title}, graph", as_graph(one), is_agmm=True),
+        )
+    )
 
 
 _TITLE_OF_ROOF = "matmul alone (roof)"
@@ -191,6 +213,7 @@ def _gather_ways() -> dict[str, Way]:
         Way("agmm-graph", "agmm, graph", as_graph(_agmm(False)), is_agmm=True),
         Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-A-graph", "agmm, returns A, graph", as_graph(_agmm(True)), is_agmm=True),
+        *_portable_ways(_agmm(False, _PORTABLE), _agmm(True, _PORTABLE)),
     )
 
 
@@ -206,6 +229,7 @@ def _scatter_ways() -> dict[str, Way]:
         Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-fused-graph", "agmm, never unfused, graph", as_graph(own), is_agmm=True),
+        *_portable_ways(_summed_by_agmm(agmm.matmul_reduce_scatter, False, _PORTABLE)),
     )
 
 
@@ -218,6 +242,7 @@ def _all_reduce_ways() -> dict[str, Way]:
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
+        *_portable_ways(_summed_by_agmm(agmm.matmul_all_reduce, False, _PORTABLE)),
     )
 
 

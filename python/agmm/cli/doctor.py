@@ -119,17 +119,21 @@ def _gpus(core: Any) -> Finding:
     each = []
     for i in range(count):
         p = torch.cuda.get_device_properties(i)
+        path = "" if core is None else f": {_path(core, (p.major, p.minor))}"
         each.append(
             f"{i}: {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, "
-            f"{p.multi_processor_count} SMs"
+            f"{p.multi_processor_count} SMs{path}"
         )
     if core is None:
         return Finding("GPUs", "\n".join(each), "-")
     if not _all_hopper(core):
+        paths = {_path(core, torch.cuda.get_device_capability(i)) for i in range(count)}
         meaning = (
-            "fused matmuls need Hopper (sm_90), others take all-gather + matmul; agmm's "
-            "collectives and quantisers need sm_80 or newer"
+            "fused matmuls need Hopper (sm_90); from sm_80 on copies pass beside torch's matmul "
+            "(portable), and agmm's collectives and quantisers run; others take all-gather + matmul"
         )
+        if len(paths) > 1:
+            meaning += f"; a group of GPUs of several kinds is {_worst(paths)}"
         return Finding("GPUs", "\n".join(each), meaning, "note")
     if count == 1:
         return Finding("GPUs", each[0], "one rank fits; overlap needs at least 2", "note")
@@ -257,6 +261,12 @@ def _verdict(core: Any) -> Finding:
     reason = _why_not_fused(core)
     if reason is None:
         return Finding(name, f"{cpu}\nCUDA tensors: fused", "`agmm demo` runs on GPUs")
+    if reason == _NOT_ALL_HOPPER and not doctor_links.pairs_without_access():
+        count = torch.cuda.device_count()
+        capabilities = [torch.cuda.get_device_capability(i) for i in range(count)]
+        if _worst({_path(core, one) for one in capabilities}) == _PATHS[1]:
+            found = f"{cpu}\nCUDA tensors: portable, copies beside torch's matmul ({reason})"
+            return Finding(name, found, "`agmm demo` runs on GPUs", "note")
     found = f"{cpu}\nCUDA tensors: all-gather + matmul ({reason})"
     return Finding(name, found, "`agmm demo` shows what works here", "note")
 
@@ -267,10 +277,27 @@ def _why_not_fused(core: Any) -> str | None:
     if not core.cuda_built:
         return "kernels not built"
     if not _all_hopper(core):
-        return "not all GPUs are Hopper"
+        return _NOT_ALL_HOPPER
     if doctor_links.pairs_without_access():
         return "no peer access"
     return None
+
+
+_NOT_ALL_HOPPER = "not all GPUs are Hopper"
+_PATHS = ("fused", "portable", "unfused")
+"""The paths of calls on GPUs that reach each other's memory, the best one first."""
+
+
+def _path(core: Any, capability: tuple[int, int]) -> str:
+    """The path of calls between GPUs of that compute capability."""
+    if not core.cuda_built or capability < divmod(core.LEAST_CAPABILITY, 10):
+        return _PATHS[2]
+    return _PATHS[0] if capability == divmod(core.CAPABILITY, 10) else _PATHS[1]
+
+
+def _worst(paths: set[str]) -> str:
+    """The path of a group whose ranks have those."""
+    return max(paths, key=_PATHS.index)
 
 
 def _all_hopper(core: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from agmm import _core
 from agmm.bench.units import duration
 from agmm.cli import gpu_names
+from agmm.cli.explain_paths import by_other_path, why_on_hosts
 from agmm.cli.explain_reasons import why, why_not_by_torch
 from agmm.cli.explanations import Alternative, Explanation
 from agmm.errors import InvalidArgument
@@ -34,8 +35,6 @@ from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 NORM = "all_reduce_rms_norm"
 _NORMED = ("one_shot", "two_shot")
 """The methods of an all-reduce whose kernel adds a residual and a norm (`has_norm`)."""
-GPUS_OF_A_HOST = 8
-"""The most GPUs that a host with Hopper GPUs has; ranks on several hosts take the unfused path."""
 
 
 def has_atomics_here(gpu: str) -> bool:
@@ -122,13 +121,17 @@ def explain(
         problem = replace(problem, m=-(-problem.m // ranks) * ranks)
     if problem.m % ranks:
         raise InvalidArgument(f"m: found {problem.m}, wanted a multiple of tp, {ranks}")
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
+    words = f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
+    other = by_other_path(problem, asked, words)
+    if other is not None:
+        return other
     problem = replace(problem, peer_atomics=has_atomics_here(problem.gpu))
     not_by_torch = why_not_by_torch(problem, columns or [problem.n])
     choice = planner.choose(problem)
     is_for_library = not_by_torch is None or not _is_fused_gather(problem, planner)
     if choice.plan == UNFUSED and not is_for_library:
         choice = planner.choose(problem, fused=True)
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
     alternatives: tuple[Alternative, ...] = ()
     if problem.gpu != CPU:  # of which there is no model
         alternatives = tuple(
@@ -142,14 +145,14 @@ def explain(
     reason = why(problem, choice, planner, operands or problem.format, not_by_torch)
     notes = [*_remarks(problem)]
     on_one_host = None
-    on_hosts = _why_on_hosts(problem)
+    on_hosts = why_on_hosts(problem)
     if on_hosts is not None and choice.plan != UNFUSED:
         notes.insert(0, f"on one host the plan would be {plan}, which the times are of")
         on_one_host = plan
         plan, reason = f"unfused, {_UNFUSED[problem.op]}", on_hosts
     return Explanation(
         asked,
-        f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
+        words
         + (", A returned" if problem.return_A else "")
         + ("" if problem.epilogue == PLAIN else f", {problem.epilogue} in the kernel"),
         plan,
@@ -355,17 +358,6 @@ _UNFUSED = {
 }
 
 
-def _why_on_hosts(problem: Problem) -> str | None:
-    """Why a call of so many ranks is not fused whatever its plan is, or None."""
-    gpus, which = _gpus_of_a_host(problem.gpu)
-    if problem.gpu == CPU or problem.world_size <= gpus:
-        return None
-    return (
-        f"{problem.world_size} ranks are more than the {gpus} GPUs {which}, and calls between "
-        "hosts are not fused"
-    )
-
-
 def _remarks(problem: Problem) -> Iterable[str]:
     if problem.gpu == CPU:
         return
@@ -377,12 +369,6 @@ def _remarks(problem: Problem) -> Iterable[str]:
         yield f"no constants of {problem.gpu} are known, those of {used} stand in"
     if not _has_kernels():
         yield f"this build has no CUDA kernels; assumed are the default ones of {used}"
-
-
-def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
-    if gpu == gpu_names.gpu_here():
-        return len(gpu_names.gpus_here()), "that are visible here"
-    return GPUS_OF_A_HOST, "of a host"
 
 
 _CHOSEN = " (the plan)"

@@ -20,12 +20,23 @@ HOPPERS = {
     "nvidia-gh200-480gb": 132,
 }
 """The names of Hopper GPUs as their driver gives them, with their multiprocessors."""
+OTHERS = {
+    "nvidia-a100-sxm4-40gb": (8, 0),
+    "nvidia-a100-sxm4-80gb": (8, 0),
+    "nvidia-a100-80gb-pcie": (8, 0),
+    "nvidia-l40s": (8, 9),
+    "nvidia-b200": (10, 0),
+    "nvidia-rtx-pro-6000-blackwell-server-edition": (12, 0),
+}
+"""The names of GPUs of other architectures, as NVIDIA's drivers and datasheets give them, with
+their compute capabilities."""
 _SPOKEN = {
     "h100": "nvidia-h100-80gb-hbm3",
     "h100-sxm": "nvidia-h100-80gb-hbm3",
     "h100-sxm5": "nvidia-h100-80gb-hbm3",
     "h200-sxm": "nvidia-h200",
     "gh200": "nvidia-gh200-480gb",
+    "a100": "nvidia-a100-sxm4-80gb",
 }
 _BRAND = "nvidia-"
 _NAME_BYTES = 256
@@ -48,8 +59,8 @@ def find_gpu(name: str | None) -> str:
     wanted = tables.gpu_name(name)
     short = wanted.removeprefix(_BRAND)
     known = known_gpus()
-    for gpus in (known, HOPPERS):
-        for gpu in (wanted, _BRAND + short, _SPOKEN.get(short, "") if gpus is HOPPERS else ""):
+    for gpus in (known, HOPPERS, OTHERS):
+        for gpu in (wanted, _BRAND + short, "" if gpus is known else _SPOKEN.get(short, "")):
             if gpu in gpus:
                 return gpu
         words = {*short.split("-")} - {"", "nvidia"}
@@ -59,8 +70,37 @@ def find_gpu(name: str | None) -> str:
     others = ", ".join(gpu for gpu in HOPPERS if gpu not in known)
     raise InvalidArgument(
         f"gpu: found {name!r}, wanted one of {', '.join(known)}, or, with the constants of "
-        f"{DEFAULT_GPU}, of {others}"
+        f"{DEFAULT_GPU}, of {others}, or, without times, of {', '.join(OTHERS)}"
     )
+
+
+_MAJOR, _MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, as cuda.h has them."""
+
+
+def capability_of(gpu: str) -> tuple[int, int] | None:
+    """The compute capability of a GPU of `OTHERS`, or of the first one here; None of others."""
+    if gpu in OTHERS or gpu != gpu_here():
+        return OTHERS.get(gpu)
+    return capability_here()
+
+
+@cache
+def capability_here() -> tuple[int, int] | None:
+    """The compute capability of the first GPU that this process sees, None where it sees none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found, device = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    version = []
+    for attribute in (_MAJOR, _MINOR):
+        if driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device):
+            return None
+        version.append(found.value)
+    return version[0], version[1]
 
 
 def gpu_here() -> str | None:

@@ -170,7 +170,8 @@ def all_gather_matmul(
             None).
         config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
             transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
-            CUDA, at most 16 MiB gathered; or ``"unfused"``, which ``strict`` refuses.
+            CUDA, at most 16 MiB gathered; ``"portable"`` for copies beside products of the library,
+            on GPUs that reach each other's memory; or ``"unfused"``, which ``strict`` refuses.
         activation: ``"relu"``, ``"relu2"`` (the square of relu), ``"gelu"``, ``"gelu_tanh"`` or
             ``"silu"``, of each product with its bias; or a gated one, ``"silu_mul"``,
             ``"gelu_mul"`` or ``"gelu_tanh_mul"``, of two weights of one shape, gate and up:

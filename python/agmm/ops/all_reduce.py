@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops import small_collectives
+from agmm.ops import portable, small_collectives
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import Plan
+from agmm.planning.plans import BY_COPIES, Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES
 from agmm.runtime import groups
@@ -45,6 +45,8 @@ class AllReduceCall(SumCall):
     come to a kernel and to the library. The first two operands are A [M, ..., K] and B [K, N]."""
 
     op = "matmul_all_reduce"
+    named_plan: Plan | None = None
+    """The plan that the caller asks for."""
 
     # --- what a format says ---
 
@@ -106,9 +108,16 @@ class AllReduceCall(SumCall):
         if not is_on_cpu and self.group.size() == 1:
             reason = "group: 1 rank, which has nothing to sum"
             return Route(LIBRARY, reason if self.strict else None)
+        if self.named_plan is not None and self.named_plan.transport.needs == MESSAGES:
+            return Route(LIBRARY)
+        if self.named_plan == BY_COPIES:
+            return self.by_copies(self.why_not_by_copies())
         why = self.why_no_kernel()
         if why is not None:
-            return Route(LIBRARY, why)
+            by_copies = None
+            if self.why_not_by_copies() is None:
+                by_copies = portable.instead(self, self.rows, lasts=self.lasts_by_copies())
+            return by_copies or Route(LIBRARY, why)
         if is_on_cpu:
             return Route(KERNEL, lasts=False)
         rows = self.rows + self.missing
@@ -120,6 +129,10 @@ class AllReduceCall(SumCall):
             why = why or (None if plan.scatters is not None else _NO_KERNEL)
         return Route(KERNEL, plan=plan) if why is None else Route(LIBRARY, why)
 
+    def why_not_by_copies(self) -> str | None:
+        """Why sums of this kind do not take the portable path on CUDA, or None."""
+        return None
+
     def _why_not_gathered(self, rows: int) -> str | None:
         """Why agmm's kernel cannot gather each rank's rows of the sum, or None."""
         one = self.A.new_empty(1, 1, dtype=self.out_dtype)
@@ -130,15 +143,19 @@ class AllReduceCall(SumCall):
         words, shape = self.words(), self.shape
         if self.device.type == "cpu":
             return lambda *_: reshaped(self.by_cpu(words), shape)
-        plan: AllReducePlan = route.plan
-        if plan.kernel is not None:
+        plan: AllReducePlan | None = route.plan
+        if plan is not None and plan.kernel is not None:
             call, gather = self.ready_on_cuda(plan.kernel, plan.sm_count), None
         else:
-            assert plan.scatters is not None
-            call = self.ready_on_cuda(plan.scatters, 0)
+            if plan is None:
+                call = self.ready_by_copies()
+            else:
+                assert plan.scatters is not None
+                call = self.ready_on_cuda(plan.scatters, 0)
 
             def gather(shard: torch.Tensor) -> torch.Tensor:
-                return small_collectives.all_gathered(shard, self.group, words, strict=self.strict)
+                strict = self.strict and plan is not None  # copies go with any gather
+                return small_collectives.all_gathered(shard, self.group, words, strict=strict)
 
         return _OnCuda(call, self.load(), self.missing, gather)
 

@@ -255,7 +255,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         _check_real("A", As[0])
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(list(As), list(Bs), bias, *settings, residual=residual)
+            out: torch.Tensor = op(list(As), list(Bs), bias, *settings[:5], residual, *settings[5:])
         needs = ctx.needs_input_grad[-(2 + 2 * pairs) :]
         ctx.needs_bias, ctx.needs_residual, *needs = needs
         ctx.needs_A, ctx.needs_B = needs[:pairs], needs[pairs:]
@@ -339,7 +339,7 @@ class MatmulAllReduce(torch.autograd.Function):
         _check_real("A", A)
         op = torch.ops.agmm._matmul_all_reduce.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(A, B, bias, *settings, residual=residual)
+            out: torch.Tensor = op(A, B, bias, *settings[:3], residual, *settings[3:])
         needs_A, needs_B, *_ = ctx.needs_input_grad
         ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
         ctx.column_major = _is_column_major(B)

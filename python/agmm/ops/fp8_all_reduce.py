@@ -68,6 +68,12 @@ class Fp8AllReduce(Fp8Sum, AllReduceCall):
         rows, columns = self.rows + self.missing, self.A.shape[-1]
         return self.ready_scatter(kernel, self.A.new_empty(1, 1).expand(rows, columns))
 
+    def ready_by_copies(self) -> Ready:
+        raise NotImplementedError("`why_not_by_copies` refuses all")
+
+    def why_not_by_copies(self) -> str | None:
+        return None if self.device.type == "cpu" else "fp8: all-reduces have no portable path"
+
     def library(self) -> LibrarySum:
         return _Library(self.out_dtype, self.given.fast_accum)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_products
+from agmm.ops import portable, scaled_products
 from agmm.ops.fp8_behind_gather import behind_gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
@@ -31,7 +31,7 @@ from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, portable_gathers
 
 _Matrices = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
 """A, its scales and the products, all as matrices of rows."""
@@ -230,6 +230,22 @@ class Fp8Gather(GatherCall):
 
     def ready_behind_gather(self) -> Ready:
         return behind_gather(self.shard, self.weights, self.leading, self.group, self.return_A)
+
+    def ready_by_copies(self, pieces: int) -> Ready:
+        weights, shard = self.weights, self.shard
+        ready = portable.ReadyScaledGather(
+            portable_gathers(self.group, self.device),
+            *(pieces, self.return_A, str(self.words())),
+            [(weight.B.values.shape[1], weight.out_dtype) for weight in weights],
+            lambda rows: [scaled_products.product(rows, weight) for weight in weights],
+        )
+        return lambda *_: ready(shard)
+
+    def lasts_by_copies(self) -> bool:
+        return False  # it is ready for these tensors alone
+
+    def why_not_by_copies(self) -> str | None:
+        return None  # the shard is made contiguous, with the gathered dimension first
 
     @property
     def values(self) -> torch.Tensor:

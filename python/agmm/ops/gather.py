@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument
-from agmm.ops import small_collectives
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import portable, small_collectives
 from agmm.ops.kernel_epilogues import not_built
-from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
 from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
-from agmm.runtime import groups, nan_check
+from agmm.planning.transports import PORTABLE as BY_COPIES
+from agmm.runtime import groups, hosts, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.epilogues import Epilogue
@@ -46,7 +47,7 @@ class GatherSettings(NamedTuple):
     gather_dim: int = 0
     return_A: bool = False
     config: str = ""
-    """A kernel, perhaps with a transport; "gather", "unfused", or nothing."""
+    """A kernel, perhaps with a transport; "gather", "portable", "unfused", or nothing."""
     strict: bool = False
     prefer_fused: bool = False
     """Whether a plan for the unfused path, or for agmm's gather, is passed over."""
@@ -106,6 +107,14 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's gather, then of a matmul of all rows, for any operands of this
         kind."""
 
+    @abstractmethod
+    def ready_by_copies(self, pieces: int) -> Ready:
+        """The call of the portable path on CUDA, for shards in so many pieces."""
+
+    def ready_between_hosts(self) -> Ready:
+        """The call of CPU ranks on several hosts, for these operands; Unsupported where is none."""
+        raise Unsupported("group: found ranks on several hosts, wanted one for such operands")
+
     @property
     @abstractmethod
     def values(self) -> torch.Tensor:
@@ -150,6 +159,8 @@ class GatherCall(OpCall[Gathered]):
         the planner, for which the ranks agree on their tables."""
         kernel, transport = self.named_config()
         is_named = kernel is not None or transport == plans.GATHERED.transport
+        if self.device.type != "cpu":  # whose backend asks for its chunks
+            is_named = is_named or transport == BY_COPIES
         return self.settings.plan is None and not is_named
 
     def is_empty(self) -> bool:
@@ -181,6 +192,9 @@ class GatherCall(OpCall[Gathered]):
         return products
 
     def why_composed(self, route: Route) -> str | None:
+        if route.by == PORTABLE and self.settings.epilogue is not None:
+            name = self.settings.epilogue.activation
+            return f"activation: found {name!r} on the portable path, wanted none"
         if self.settings.epilogue is None or self.device.type != "cuda":
             return None
         asked = self.named_config()[1]
@@ -238,10 +252,16 @@ class GatherCall(OpCall[Gathered]):
         if planned is not None and _goes_by_messages(planned.transport):
             return Route(LIBRARY)
         _, named = self.named_config()
+        if BY_COPIES in (named, None if planned is None else planned.transport):
+            return self._portable()
         reason = self.why_not_fused()
         if reason is not None:
+            by_copies = None
+            if not (settings.config or planned) and self.why_not_by_copies() is None:
+                rows = self.group.size() * self.A_shard.shape[:-1].numel()
+                by_copies = portable.instead(self, rows, lasts=self.lasts_by_copies())
             wanted = _goes_by_messages(named) and not self.strict
-            return Route(LIBRARY, None if wanted else reason)
+            return by_copies or Route(LIBRARY, None if wanted else reason)
         is_one = True
         if self.may_choose:
             is_one = self.device.type == "cpu" or len(self.widths()) == 1
@@ -264,6 +284,24 @@ class GatherCall(OpCall[Gathered]):
         plan = planned if self.trial is not None and is_one else settings.plan
         return Route(KERNEL, plan=plan, lasts=lasts)
 
+    def _portable(self) -> Route:
+        """The route of a call that was asked to take the portable path."""
+        if self.device.type == "cpu":  # whose backend is that path
+            reason, plan = self.why_not_fused(), self.settings.plan
+            found = Route(PORTABLE, plan=plan, lasts=not hosts.spans(self.group))
+            return Route(LIBRARY, reason) if reason else found
+        return portable.route(self, self.why_not_by_copies(), lasts=self.lasts_by_copies())
+
+    def lasts_by_copies(self) -> bool:
+        """`lasts`, of calls that take the portable path."""
+        return self.lasts()
+
+    def why_not_by_copies(self) -> str | None:
+        """Why shards of this kind do not take the portable path on CUDA, or None."""
+        if self.dim != 0:
+            return f"gather_dim: {self.settings.gather_dim}, the fused path wants 0"
+        return None
+
     def _miss_trial(self) -> None:
         """Say that the call does not take the plan that it was to try."""
         if self.trial is not None:
@@ -285,6 +323,12 @@ class GatherCall(OpCall[Gathered]):
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
             ready = self.ready_behind_gather()
+        elif route.by == PORTABLE and self.device.type == "cuda":
+            asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
+            rows = self.A_shard.shape[:-1].numel()
+            ready = self.ready_by_copies(portable.pieces_of(rows, asked))
+        elif route.by == PORTABLE and hosts.spans(self.group):
+            ready = self.ready_between_hosts()
         elif self.device.type == "cpu":
             self.settings = self.settings._replace(plan=route.plan)
             return self.again_on_cpu()

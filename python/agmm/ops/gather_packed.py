@@ -187,6 +187,9 @@ class _PackedGather(GatherCall):
     def ready_behind_gather(self) -> Ready:
         raise NotImplementedError("no kernel multiplies by weights of 4 bits")
 
+    def ready_by_copies(self, pieces: int) -> Ready:
+        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+
     def ready_on_cuda(self, *_: Any) -> Ready:
         raise NotImplementedError("no kernel multiplies by weights of 4 bits")
 

@@ -111,12 +111,12 @@ library.define(
 )
 library.define(
     "_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? bias, str group_name, "
-    "int world_size, int scatter_dim, str reduce_op, bool strict=False, Tensor? residual=None) "
-    "-> Tensor"
+    "int world_size, int scatter_dim, str reduce_op, bool strict=False, Tensor? residual=None, "
+    'str config="") -> Tensor'
 )
 library.define(
     "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
-    "bool strict=False, Tensor? residual=None) -> Tensor"
+    'bool strict=False, Tensor? residual=None, str config="") -> Tensor'
 )
 library.define(
     "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False, "

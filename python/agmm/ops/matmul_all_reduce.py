@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm.ops import kept
+from agmm.ops import kept, scatter_plan
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import (
     check_flag,
@@ -32,10 +32,11 @@ def _impl(
     world_size: int,
     strict: bool = False,
     residual: torch.Tensor | None = None,
+    config: str = "",
     keep_as: Any = None,
 ) -> torch.Tensor:
-    group = groups.group_of_size(group_name, world_size)
-    return serve(PlainAllReduce(A, B, bias, group, strict, residual), keep_as)
+    group, plan = groups.group_of_size(group_name, world_size), scatter_plan.named(config)
+    return serve(PlainAllReduce(A, B, bias, group, strict, residual, plan), keep_as)
 
 
 def _fake(
@@ -46,6 +47,7 @@ def _fake(
     world_size: int,
     strict: bool = False,
     residual: torch.Tensor | None = None,
+    config: str = "",
 ) -> torch.Tensor:
     check_reducible(A, B, bias)
     shape = *A.shape[:-1], B.shape[1]
@@ -64,7 +66,7 @@ def _autograd(
     given = A, B, bias, residual
     out: torch.Tensor
     if needs_gradient(*given):
-        out = MatmulAllReduce.apply(*given, *settings[:_RESIDUAL])
+        out = MatmulAllReduce.apply(*given, *settings[:_RESIDUAL], *settings[_RESIDUAL + 1 :])
     else:
         with torch._C._AutoDispatchBelowAutograd():
             out = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
@@ -84,6 +86,7 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    config: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
     """``all_reduce(A @ B) (+ bias) (+ residual)``: the end of a tensor-parallel layer without
@@ -120,6 +123,8 @@ def matmul_all_reduce(
             the CPU in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel
             adds it yet: torch adds it to the rounded sum, which `status` says and ``strict``
             refuses. Its gradient is that of ``out``.
+        config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
+            other's memory; ``"unfused"``; or None for the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``all_reduce``), of which agmm warns once for each reason why it cannot do otherwise.
 
@@ -130,12 +135,16 @@ def matmul_all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
+    if config is not None:
+        scatter_plan.named(config)  # which refuses other names
+    config = config or ""
     keep_as = None
+    of_kind = "matmul_all_reduce", config
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
         if residual is None:
-            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
+            keep_as = kept.kind_on_gpu(of_kind, strict, A, B, bias)
         else:
-            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias, residual)
+            keep_as = kept.kind_on_gpu(of_kind, strict, A, B, bias, residual)
     if keep_as is not None:
         known = groups.resolved(group)
         again: torch.Tensor | None
@@ -154,7 +163,7 @@ def matmul_all_reduce(
     world_size = groups.world_size_of(group_name)
     there = [tensor for tensor in (A, B, bias, residual) if tensor is not None]
     if not is_watched() and all(map(is_plain, there)):
-        return _impl(A, B, bias, group_name, world_size, strict, residual, keep_as)
+        return _impl(A, B, bias, group_name, world_size, strict, residual, config, keep_as)
     op = torch.ops.agmm._matmul_all_reduce.default
-    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict, residual)
+    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict, residual, config)
     return found

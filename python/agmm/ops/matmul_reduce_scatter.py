@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept
+from agmm.ops import kept, scatter_plan
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import (
     check_flag,
@@ -23,6 +23,7 @@ from agmm.ops.library import library
 from agmm.ops.operands import PLAIN_TYPES, autocast, is_watched
 from agmm.ops.plain_scatter import kind_of_one, kind_of_scatter, scatter
 from agmm.ops.scatter import ScatterSettings
+from agmm.planning.plans import Plan
 from agmm.runtime import groups
 
 
@@ -36,6 +37,7 @@ def _fake(
     reduce_op: str,
     strict: bool = False,
     residual: torch.Tensor | None = None,
+    config: str = "",
 ) -> torch.Tensor:
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     shape = [*As[0].shape[:-1], Bs[0].shape[1]]
@@ -50,7 +52,8 @@ def _autograd(
     residual = settings[_RESIDUAL] if len(settings) > _RESIDUAL else None
     given = bias, residual, *As, *Bs
     if needs_gradient(*given):
-        return MatmulReduceScatter.apply(len(As), settings[:_RESIDUAL], *given)
+        others = *settings[:_RESIDUAL], *settings[_RESIDUAL + 1 :]
+        return MatmulReduceScatter.apply(len(As), others, *given)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
 
@@ -69,9 +72,10 @@ def _impl(
     reduce_op: str,
     strict: bool = False,
     residual: torch.Tensor | None = None,
+    config: str = "",
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    settings = ScatterSettings(scatter_dim, reduce_op, strict)
+    settings = ScatterSettings(scatter_dim, reduce_op, strict, scatter_plan.named(config))
     return scatter(As, Bs, bias, group, settings, residual=residual)
 
 
@@ -84,6 +88,7 @@ def _kept(
     scatter_dim: Any,
     reduce_op: Any,
     strict: bool,
+    plan: Plan | None = None,
 ) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call, for which the dispatcher has
     nothing to do; None where there is none. On the way of every call: a look into
@@ -96,14 +101,14 @@ def _kept(
         return None
     found: torch.Tensor | None
     if bias is None and residual is None and type(A) in PLAIN_TYPES:
-        kind = kind_of_one(A, B, scatter_dim, reduce_op, strict)
+        kind = kind_of_one(A, B, scatter_dim, reduce_op, strict, plan)
         found = kept.call_kept(group, kind, (A,), (B,), None)
         return found
     As = A if type(A) is list or type(A) is tuple else (A,)
     Bs = B if type(B) is list or type(B) is tuple else (B,)
     if (As is A) is not (Bs is B):  # refused
         return None
-    kind = kind_of_scatter(As, Bs, bias, residual, scatter_dim, reduce_op, strict)
+    kind = kind_of_scatter(As, Bs, bias, residual, scatter_dim, reduce_op, strict, plan)
     if residual is None:
         found = kept.call_kept(group, kind, As, Bs, bias)
     else:
@@ -143,6 +148,7 @@ def matmul_reduce_scatter(
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    config: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
     """``reduce_scatter(A @ B) (+ bias) (+ residual)``: the second half of a tensor-parallel layer.
@@ -179,6 +185,8 @@ def matmul_reduce_scatter(
             added in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel adds
             it yet: torch adds it to the rounded sum, which `status` says and ``strict`` refuses.
             Its gradient is that of ``out``.
+        config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
+            other's memory; ``"unfused"``; or None for the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
@@ -189,8 +197,9 @@ def matmul_reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
+    plan = None if config is None else scatter_plan.named(config)
     if strict is False or strict is True:
-        known = _kept(A, B, bias, residual, group, scatter_dim, reduce_op, strict)
+        known = _kept(A, B, bias, residual, group, scatter_dim, reduce_op, strict, plan)
         if known is not None:
             return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]
@@ -222,5 +231,6 @@ def matmul_reduce_scatter(
         reduce_op,
         strict,
         residual,
+        config or "",
     )
     return out

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from agmm.errors import Unsupported, compose, fall_back
+from agmm.errors import Unsupported, compose, fall_back, take_portable
 from agmm.ops import kept, learning, seen
 from agmm.planning import call_plans
 from agmm.planning.plans import Plan
@@ -31,6 +31,8 @@ KERNEL = "kernel"
 GATHER = "gather"
 """`Route.by` of a call whose rows agmm's collective gathers before they are multiplied: by the
 library, of fp8 by agmm's matmul."""
+PORTABLE = "portable"
+"""`Route.by` of a call whose pieces the library multiplies beside copies between the ranks."""
 TORCH = "torch"
 """`Route.by` of a call that torch's fused op computes."""
 LIBRARY = "library"
@@ -210,6 +212,8 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
                     call.trial.miss()
                 route = call.instead(route, str(error))
                 continue
+            if route.by == PORTABLE and route.reason is not None:
+                take_portable(route.reason)
             by = COMPOSED if behind is not None and route.by == KERNEL else route.by
             kind = seen.served(call, words, by, behind or route.reason, keep_as)
             if route.lasts and call.is_settled:

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops import scatter_plan
+from agmm.ops import portable, scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible, check_residual
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.plain_scatter import Copying, call_with, of_call
 from agmm.ops.sums import Added
+from agmm.planning.plans import BY_COPIES, Plan
 from agmm.planning.problems import KernelConfig
+from agmm.runtime import hosts
 from agmm.runtime.calls import Call
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, portable_scatters
 
 
 class PlainAllReduce(AllReduceCall):
@@ -26,6 +28,7 @@ class PlainAllReduce(AllReduceCall):
         B: [K, N].
         bias: [N] or None.
         residual: [M, ..., N] or None.
+        plan: what the caller asks for.
     """
 
     def __init__(
@@ -36,9 +39,11 @@ class PlainAllReduce(AllReduceCall):
         group: dist.ProcessGroup,
         strict: bool,
         residual: torch.Tensor | None = None,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(A, group, strict=strict)
         self.B, self.bias, self.residual = B, bias, residual
+        self.named_plan = plan
 
     def check(self) -> None:
         check_reducible(self.A, self.B, self.bias)
@@ -86,6 +91,9 @@ class PlainAllReduce(AllReduceCall):
 
     def by_cpu(self, words: Call) -> torch.Tensor:
         residual = None if self.residual is None else self.residual.flatten(0, -2)
+        if self.named_plan == BY_COPIES and hosts.spans(self.group):
+            settings = hosts.Settings(1, self.bias, residual, f"{self.shape}")
+            return hosts.all_reduce(self.group, self._matrix(), self.B, settings, words)
         return cpu_workspace(self.group).matmul_all_reduce(
             *(self._matrix(), self.B, self.bias, words), agreed=f"{self.shape}", residual=residual
         )
@@ -99,6 +107,10 @@ class PlainAllReduce(AllReduceCall):
             A = A.new_empty(1, 1).expand(self.rows + self.missing, A.shape[1])
         B = self.B if copying is None else copying.weight(self.B)
         return call_with(kernel, [A], [B], self.group, "sum", all_reduce_sms=all_reduce_sms)
+
+    def ready_by_copies(self) -> Ready:
+        workspace = portable_scatters(self.group, self.device)
+        return portable.ReadyScatter(workspace, 0, 1, str(self.words()))
 
     def library(self) -> LibrarySum:
         return _Library()

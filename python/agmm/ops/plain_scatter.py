@@ -11,20 +11,20 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core
-from agmm.ops import kept, scatter_plan
+from agmm.ops import kept, portable, scatter_plan
 from agmm.ops.checks import check_residual, check_scatterable
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
 from agmm.ops.sums import Added
-from agmm.planning.plans import BY_TORCH, Plan
+from agmm.planning.plans import BY_COPIES, BY_TORCH, Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
+from agmm.runtime import collectives, cpu_scatter, groups, hosts, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
 from agmm.runtime.results import moved
-from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
+from agmm.runtime.workspaces import cpu_workspace, portable_scatters, scatter_workspace
 
 # What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
 _workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.Tensor]]
@@ -143,11 +143,16 @@ class PlainScatter(ScatterCall):
         As, residual = [A.reshape(rows, A.shape[-1]) for A in fronts], self.residual
         if residual is not None:
             residual = residual.movedim(self.dim, 0).flatten(0, -2)
+        agreed = f"{list(self.A.shape[:-1])} along {self.dim}"
+        if self.settings.plan == BY_COPIES and hosts.spans(self.group):
+            divisor = self.group.size() if self.settings.reduce_op == "avg" else 1
+            settings = hosts.Settings(divisor, self.bias, residual, agreed)
+            return hosts.scatter(self.group, As, self.Bs, settings, words, self.meanwhile)
         return cpu_workspace(self.group).reduce_scatter(
             cpu_scatter.plain_sum(As, self.Bs, self.bias, residual),
             self.settings.reduce_op,
             words,
-            agreed=f"{list(self.A.shape[:-1])} along {self.dim}",
+            agreed=agreed,
             meanwhile=self.meanwhile,
         )
 
@@ -157,6 +162,13 @@ class PlainScatter(ScatterCall):
         call = call_with(kernel, As, Bs, self.group, self.settings.reduce_op)
         ready = call if copying is None else _Copied(copying, call)
         return ready if self.residual is None else Added(ready)
+
+    def ready_by_copies(self) -> Ready:
+        size = self.group.size()
+        return portable.ReadyScatter(
+            portable_scatters(self.group, self.device),
+            *(self.dim, size if self.settings.reduce_op == "avg" else 1, str(self.words())),
+        )
 
     def by_torch(self, *_: Any) -> torch.Tensor:
         """The sum by torch's fused op."""
@@ -269,7 +281,7 @@ def scatter(
     """Multiply, sum and scatter: by the call that served this kind before, or as `serve` decides.
     Collective; errors as those of `serve`."""
     kind = None
-    if settings.plan is None and As:
+    if settings.plan in (None, BY_COPIES) and As:
         kind = kind_of_scatter(As, Bs, bias, residual, *settings)
         operands = of_call(As, Bs, bias, residual)
         found: torch.Tensor | None = kept.call_kept(group, kind, *operands)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
+from agmm.ops import portable
+from agmm.ops.pipeline import KERNEL, LIBRARY, PORTABLE, Ready, Route
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import Plan
+from agmm.planning.plans import BY_COPIES, Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES
 from agmm.runtime.calls import Call
@@ -97,18 +98,28 @@ class ScatterCall(SumCall):
     def why_not_fused(self) -> str | None:
         """The reason why agmm cannot serve the call, whose result has elements, or None. The same
         on all ranks that call with the same shapes and dtypes. Collective at first use on GPUs."""
+        return self.why_no_dim() or self.why_no_kernel()
+
+    def why_no_dim(self) -> str | None:
+        """The reason why rows along the dimension cannot be sent as they are computed, or None."""
         if self.dim == self.A.dim() - 1:
             dim = self.settings.scatter_dim
             return f"scatter_dim: {dim}, the fused path wants another than the last"
-        return self.why_no_kernel()
+        return None
 
     def route(self) -> Route:
         plan = self.settings.plan
         if plan is not None and plan.transport.needs == MESSAGES:
             return Route(LIBRARY)
+        if plan == BY_COPIES:
+            return self.by_copies(self.why_no_dim())
         reason = self.why_not_fused()
         if reason is not None:
-            return self.otherwise(reason)
+            by_copies = None
+            if plan is None and self.why_no_dim() is None:
+                rows, lasts = self.A.shape[:-1].numel(), self.lasts_by_copies()
+                by_copies = portable.instead(self, rows, lasts=lasts)
+            return by_copies or self.otherwise(reason)
         if plan is None and self.asks_a_plan():
             plan = self.choose(self.problem(), fused=self.strict)
             if self.trial is not None and plan.transport.needs == MESSAGES:
@@ -137,6 +148,8 @@ class ScatterCall(SumCall):
         if self.device.type == "cpu":
             words = self.words()
             return lambda *_: self.in_shape(self.by_cpu(words))
+        if route.by == PORTABLE:
+            return self.ready_by_copies()
         assert route.plan is not None and route.plan.kernel is not None
         return self.ready_on_cuda(route.plan.kernel)
 

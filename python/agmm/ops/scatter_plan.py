@@ -4,15 +4,15 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from agmm.errors import Unsupported
+from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model, formats, legality
-from agmm.planning.plans import BY_TORCH, Plan
+from agmm.planning.plans import BY_COPIES, BY_TORCH, UNFUSED, Plan
 from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
@@ -119,6 +119,22 @@ def _kernel_problem(
     column_major = B.stride(0) == 1
     return call_plans.problem_of(
         shape, A.dtype, A.device, op=op, group=group, column_major=column_major
+    )
+
+
+def named(config: Any) -> Plan | None:
+    """The plan that a caller named as the ``config`` of a sum; None for none.
+
+    Raises:
+        InvalidArgument: it is no such name.
+    """
+    if config is None or config == "":
+        return None
+    for plan in (BY_COPIES, UNFUSED):
+        if config == plan.name:
+            return plan
+    raise InvalidArgument(
+        f"config: found {config!r}, wanted {BY_COPIES.name!r}, {UNFUSED.name!r} or None"
     )
 
 

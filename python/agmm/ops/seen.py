@@ -260,6 +260,7 @@ _WHO = {
     "kernel": BY_AGMM[0],
     "composed": "agmm's kernel, then torch's ops",
     "gather": "agmm's gather and the library's matmul",
+    "portable": "agmm's copies and the library's matmul",
     "torch": "torch's fused op",
     "library": "the group's backend and the library",
     "nobody": "nobody, without elements",
@@ -269,7 +270,7 @@ _WHO = {
 
 def who(kind: Kind) -> str:
     """Who has served calls of that kind, in words."""
-    is_on_cpu = kind.by == "kernel" and kind.device.type == "cpu"
+    is_on_cpu = kind.by in ("kernel", "portable") and kind.device.type == "cpu"
     return BY_AGMM[1] if is_on_cpu else _WHO[kind.by]
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.ops import portable
+from agmm.ops.pipeline import KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import built_kernels
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -55,10 +56,30 @@ class SumCall(OpCall[torch.Tensor]):
         """The sum by the CPU backend, as a matrix of rows."""
 
     @abstractmethod
+    def ready_by_copies(self) -> Ready:
+        """The call of the portable path on CUDA, which scatters the sum, for what a kernel that
+        scatters it is given."""
+
+    @abstractmethod
     def sent(self) -> dict[str, list[torch.Tensor]]:
         """What a kernel multiplies and sends, by the names of the op's arguments."""
 
     # --- the flow ---
+
+    def by_copies(self, why_not_op: str | None) -> Route:
+        """The route of a call that was asked to take the portable path.
+
+        Args:
+            why_not_op: why the op itself has no such path for the call, or None.
+        """
+        if self.device.type == "cpu":  # whose backend is that path
+            reason = why_not_op or self.why_no_kernel()
+            return Route(LIBRARY, reason) if reason else Route(PORTABLE, lasts=False)
+        return portable.route(self, why_not_op, lasts=self.lasts_by_copies())
+
+    def lasts_by_copies(self) -> bool:
+        """Whether later calls of the same kind take the portable path where this one does."""
+        return True
 
     @property
     @abstractmethod

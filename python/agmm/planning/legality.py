@@ -29,6 +29,11 @@ MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
 epilogue of an fp8 kernel scales the sum, so that all of it has the scales of one product."""
 
 
+PORTABLE_ROWS = 1024
+"""The rows of A from which calls take the portable path by themselves. It is a choice: the host
+enqueues three copies and a product for each other rank, for which fewer rows leave no time."""
+
+
 def why_too_many_products(kind: str, count: int) -> str | None:
     """The reason why no kernel makes one sum of so many products, or None."""
     most = MOST_PRODUCTS[kind]

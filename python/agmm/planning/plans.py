@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import BACKEND, GATHER, TORCH, FusedGather, Transport, parse
+from agmm.planning.transports import BACKEND, GATHER, PORTABLE, TORCH, FusedGather, Transport, parse
 
 __all__ = [
+    "BY_COPIES",
     "BY_LIBRARY",
     "BY_TORCH",
     "GATHERED",
+    "NAMED",
     "UNFUSED",
     "KernelConfig",
     "Plan",
@@ -57,8 +59,11 @@ class Plan:
 UNFUSED = Plan(BACKEND)
 GATHERED = Plan(GATHER)
 BY_TORCH = Plan(TORCH)
+BY_COPIES = Plan(PORTABLE)
 BY_LIBRARY = (UNFUSED, GATHERED)
-"""The plans of an all-gather -> matmul whose matmul is the library's."""
+"""The plans of an all-gather -> matmul whose matmul is the library's, of all rows."""
+NAMED = (*BY_LIBRARY, BY_COPIES)
+"""The plans that a config names as a whole."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,8 @@ class Row:
 
 def parse_config(config: str) -> tuple[KernelConfig | None, Transport | None]:
     """Parse kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or
-    the name of an `SmPush`; or the name of a plan of `BY_LIBRARY`. None where the config leaves it
-    open; the empty one leaves both open.
+    the name of an `SmPush`; or the name of a plan of `NAMED`. None where the config leaves it open;
+    the empty one leaves both open.
 
     Raises:
         ValueError: it is neither such a plan's name, nor a kernel's, nor one followed by a
@@ -87,7 +92,7 @@ def parse_config(config: str) -> tuple[KernelConfig | None, Transport | None]:
     """
     if not config:
         return None, None
-    for plan in BY_LIBRARY:
+    for plan in NAMED:
         if config == plan.name:
             return None, plan.transport
     kernel, slash, name = config.rpartition("/")

@@ -249,6 +249,15 @@ class Gather(Transport):
 
 
 @dataclass(frozen=True)
+class Portable(Transport):
+    """Copy engines move data beside the library's matmul of each piece; on CPU ranks a `Push`."""
+
+    name = "portable"
+    ops = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)
+    kinds = _ANY_KIND
+
+
+@dataclass(frozen=True)
 class Backend(Transport):
     """The group's backend gathers A, scatters the sum or makes it, and the library multiplies."""
 
@@ -356,9 +365,10 @@ class Unknown(Transport):
 PUSH, PULL = Push(), Pull()
 GATHER, BACKEND, TORCH = Gather(), Backend(), Torch()
 LAGGED, SCATTER = Lagged(), Scatter()
+PORTABLE = Portable()
 
 _BY_NAME: dict[str, Transport] = {
-    one.name: one for one in (PUSH, PULL, GATHER, BACKEND, TORCH, LAGGED, SCATTER)
+    one.name: one for one in (PUSH, PULL, GATHER, BACKEND, TORCH, LAGGED, SCATTER, PORTABLE)
 }
 _SM_PUSH_NAME = re.compile(rf"sm({NUMBER})x([1-9][0-9]{{0,8}})(?:\+({NUMBER})|h({NUMBER}))?")
 

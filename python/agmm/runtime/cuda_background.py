@@ -54,13 +54,18 @@ class BackgroundStreams:
         self, enqueue: Callable[[], None], sent: torch.Tensor, out: torch.Tensor
     ) -> CudaBackground:
         """Let ``enqueue`` make its call on another stream, after the work of the current one."""
+        stream = self.of_capture()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            enqueue()
+            is_captured = capture_of(self._device) != 0
+            return CudaBackground(self._device, sent, out, is_captured=is_captured)
+
+    def of_capture(self) -> torch.cuda.Stream:
+        """The stream for calls of the capture that the current stream is in, or for eager ones."""
         capture = capture_of(self._device)
         if capture not in self._streams:
             eager = self._streams.get(0)
             self._streams = {} if eager is None else {0: eager}
             self._streams[capture] = torch.cuda.Stream(self._device)
-        stream = self._streams[capture]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            enqueue()
-            return CudaBackground(self._device, sent, out, is_captured=capture != 0)
+        return self._streams[capture]

@@ -90,28 +90,43 @@ class CollectivesWorkspace(SymmetricWorkspace):
             self.known.calls += 1
             if not torch.cuda.is_current_stream_capturing():
                 self.known.empty_calls.note(self.known.eager_calls, str(call))
-            self.ensure(SLOT_BYTES)
-            if self._words is None:
-                size = 2, 4 * self.world_size
-                self._words = torch.empty(size, dtype=torch.int32, device=self.device)
-            if relays_of(self.group, self.device) is not None:
-                method = _core.CollectiveMethod.relayed
-                self._know_relays()
-            elif group_facts(self.group, self.device).peer_atomics:
-                method = _core.CollectiveMethod.one_shot
-            else:
-                method = _core.CollectiveMethod.blocks
-            enqueue(
-                self,
-                SLOT_BYTES,
-                "meet",
-                method,
-                self._words[0].data_ptr(),
-                self._words[1].data_ptr(),
-                what,
-                f"{call}, which has no elements",
-                stream_of(self.device),
-            )
+            self._enqueue_meeting(what, f"{call}, which has no elements")
+
+    def barrier(self, what: str, words: str) -> None:
+        """Enqueue a barrier on the current stream: what is enqueued after it runs when all ranks
+        have come to one of the same ``what``. Collective; errors are those of `meet`.
+
+        Args:
+            what: what all ranks have to agree on.
+            words: the call, for messages.
+        """
+        with self.lock:
+            self.known.calls += 1
+            self._enqueue_meeting(what, words)
+
+    def _enqueue_meeting(self, what: str, words: str) -> None:
+        self.ensure(SLOT_BYTES)
+        if self._words is None:
+            size = 2, 4 * self.world_size
+            self._words = torch.empty(size, dtype=torch.int32, device=self.device)
+        if relays_of(self.group, self.device) is not None:
+            method = _core.CollectiveMethod.relayed
+            self._know_relays()
+        elif group_facts(self.group, self.device).peer_atomics:
+            method = _core.CollectiveMethod.one_shot
+        else:
+            method = _core.CollectiveMethod.blocks
+        enqueue(
+            self,
+            SLOT_BYTES,
+            "meet",
+            method,
+            self._words[0].data_ptr(),
+            self._words[1].data_ptr(),
+            what,
+            words,
+            stream_of(self.device),
+        )
 
     def call(
         self,

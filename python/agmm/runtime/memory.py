@@ -197,6 +197,8 @@ def release(
             workspaces.scatter_workspace(found, on),
             workspaces.gather_copies(found, on),
             workspaces.scatter_copies(found, on),
+            workspaces.portable_gathers(found, on),
+            workspaces.portable_scatters(found, on),
             workspaces.collectives_workspace(found, on),
         )
         for workspace in of_group:  # before any is released

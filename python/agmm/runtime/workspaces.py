@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from agmm.runtime.cuda import CudaWorkspace
     from agmm.runtime.cuda_collectives import CollectivesWorkspace
     from agmm.runtime.cuda_scatter import ScatterWorkspace
+    from agmm.runtime.portable import PortableGather, PortableScatter
 
 _Workspace = TypeVar("_Workspace")
 
@@ -36,6 +38,10 @@ _gather_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, GatherCop
 _gather_copies = weakref.WeakKeyDictionary()
 _scatter_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ScatterCopies]]
 _scatter_copies = weakref.WeakKeyDictionary()
+_portable: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, PortableGather]]
+_portable = weakref.WeakKeyDictionary()
+_portable_scatters: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, PortableScatter]]
+_portable_scatters = weakref.WeakKeyDictionary()
 _collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CollectivesWorkspace]]
 _collectives = weakref.WeakKeyDictionary()
 
@@ -179,6 +185,22 @@ def scatter_copies(group: dist.ProcessGroup, device: torch.device) -> ScatterCop
     from agmm.runtime.copies import ScatterCopies
 
     return _kept(_scatter_copies, ScatterCopies, group, device)
+
+
+def portable_gathers(group: dist.ProcessGroup, device: torch.device) -> PortableGather:
+    """The workspace of ``group`` on ``device`` for all-gathers beside products of the library."""
+    from agmm.runtime.portable import PortableGather
+
+    collectives = collectives_workspace(group, device)
+    return _kept(_portable, partial(PortableGather, collectives=collectives), group, device)
+
+
+def portable_scatters(group: dist.ProcessGroup, device: torch.device) -> PortableScatter:
+    """The workspace of ``group`` on ``device`` for products of the library that are scattered."""
+    from agmm.runtime.portable import PortableScatter
+
+    make = partial(PortableScatter, collectives=collectives_workspace(group, device))
+    return _kept(_portable_scatters, make, group, device)
 
 
 def _kept(

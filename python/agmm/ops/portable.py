@@ -1,0 +1,237 @@
+"""The portable path of ops on CUDA: which calls take it, and how they multiply their pieces.
+
+CPU ranks have it by nature: their backend multiplies each chunk by the library as it comes, and
+makes products for other ranks in ring order, the own one last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from agmm import _core
+from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
+from agmm.planning.legality import PORTABLE_ROWS
+from agmm.runtime import capabilities, portable, symmetric
+from agmm.runtime.portable import PortableGather, PortableScatter
+from agmm.runtime.results import moved, reshaped
+from agmm.runtime.scaled import FP8, Scaled, rounded_into
+
+
+def why_not(call: OpCall[Any]) -> str | None:
+    """The reason why copies between the GPUs cannot serve a call that the library can multiply, or
+    None. The same on all ranks, and collective at a group's first use."""
+    size, device = call.group.size(), call.device
+    if device.type != "cuda":
+        return f"device: found {device}, wanted cuda or cpu"
+    if size == 1:
+        return "group: 1 rank, which has nothing to send"
+    if size > _core.MAX_COLLECTIVE_RANKS:
+        most = _core.MAX_COLLECTIVE_RANKS
+        return f"group: {size} ranks, the portable path wants at most {most}"
+    return symmetric.why_group_unfused(call.group, device, capabilities.COLLECTIVES)
+
+
+def route(call: OpCall[Any], why_not_op: str | None, *, lasts: bool) -> Route:
+    """The route of a call on GPUs that was asked to take the portable path.
+
+    Args:
+        why_not_op: why the op itself has no such path for the call, or None.
+        lasts: whether later calls of the same kind take the same route.
+    """
+    reason = why_not_op or why_not(call)
+    return Route(LIBRARY, reason) if reason else Route(PORTABLE, lasts=lasts)
+
+
+def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
+    """The route of a call on GPUs of which one has no kernel for matmuls; None for others, and for
+    those that go unfused.
+
+    Args:
+        rows: of A, of all ranks.
+        lasts: whether later calls of the same kind take the same route.
+    """
+    if call.device.type != "cuda" or (rows < PORTABLE_ROWS and not call.strict):
+        return None
+    reason = symmetric.why_group_unfused(call.group, call.device)
+    if reason is None or why_not(call) is not None:
+        return None
+    return Route(PORTABLE, reason, lasts=lasts)
+
+
+class ReadyGather(NamedTuple):
+    """An all-gather + matmul for any tensors of one kind."""
+
+    workspace: PortableGather
+    pieces: int
+    return_A: bool
+    words: str
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
+        """Gather A_shard [M_local, ..., K] and multiply it by each weight. Collective."""
+        own = A_shard.reshape(-1, A_shard.shape[-1]).contiguous()
+        front = (self.workspace.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
+        outs = [own.new_empty(self.workspace.world_size * len(own), B.shape[1]) for B in Bs]
+
+        def multiply(rows: slice, a: torch.Tensor, _: Any) -> None:
+            for B, bias, out in zip(Bs, biases, outs, strict=True):
+                # The results go into given memory, since autocast leaves such calls alone.
+                if bias is None:
+                    torch.mm(a, B, out=out[rows])
+                else:
+                    torch.addmm(bias, a, B, out=out[rows])
+
+        A, _ = _gathered(self, [own], multiply)
+        outs = [reshaped(out, (*front, out.shape[1])) for out in outs]
+        return reshaped(A, (*front, A.shape[-1])) if self.return_A else None, None, outs
+
+
+class ReadyScaledGather(NamedTuple):
+    """An all-gather + matmul of one shard with its scales."""
+
+    workspace: PortableGather
+    pieces: int
+    return_A: bool
+    words: str
+    columns: Sequence[tuple[int, torch.dtype]]
+    """N and the dtype of each product."""
+    products: Callable[[Scaled], list[torch.Tensor]]
+    """Makes the products of some rows."""
+
+    def __call__(self, shard: Scaled) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """A, its scales and the products, as matrices of rows. Collective."""
+        values, m = shard.values, self.workspace.world_size * len(shard.values)
+        outs = [values.new_empty(m, n, dtype=dtype) for n, dtype in self.columns]
+
+        def multiply(rows: slice, a: torch.Tensor, scale: torch.Tensor) -> None:
+            for out, product in zip(outs, self.products(Scaled(a, scale, shard.tile)), strict=True):
+                out[rows] = product
+
+        A, scales = _gathered(self, [values, shard.scale.contiguous()], multiply)
+        return A, scales, outs
+
+
+def _gathered(
+    ready: ReadyGather | ReadyScaledGather,
+    parts: list[torch.Tensor],
+    multiply: Callable[[slice, torch.Tensor, Any], None],
+) -> tuple[torch.Tensor, Any]:
+    """The parts of all ranks, of which A's rows are multiplied as they come; None for scales that
+    there are not. Own parts are there only where A is returned."""
+    workspace, own = ready.workspace, parts[0]
+    wholes = [part.new_empty(workspace.world_size, *part.shape) for part in parts]
+
+    def consume(source: int, cut: slice, come: list[torch.Tensor]) -> None:
+        first = source * len(own)
+        multiply(slice(first + cut.start, first + cut.stop), come[0], (*come, None)[1])
+
+    workspace.gather(
+        *(parts, wholes, consume),
+        pieces=ready.pieces,
+        keeps_own=ready.return_A,
+        words=ready.words,
+    )
+    A, scales = (*(whole.flatten(0, 1) for whole in wholes), None)[:2]
+    assert A is not None
+    return A, scales
+
+
+class Total(NamedTuple):
+    """What becomes of the products of all ranks for one of them."""
+
+    divisor: int = 1
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    """Rows of the result's shape."""
+    result_scale: torch.Tensor | None = None
+
+    def __call__(self, come: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of ``come`` [world_size, rows, N] to ``out``, rounded once. It is added up
+        in float32 (float64 for float64), in an order that depends on the sizes alone."""
+        is_as_it_is = self.divisor == 1 and self.bias is None and self.residual is None
+        if is_as_it_is and out.dtype == come.dtype:
+            torch.sum(come, dim=0, out=out)
+            return
+        wide = torch.float64 if come.dtype == torch.float64 else torch.float32
+        total = torch.sum(come, dim=0, dtype=wide)
+        if self.divisor != 1:
+            total.div_(self.divisor)
+        for summand in (self.bias, self.residual):
+            if summand is not None:
+                total.add_(summand)
+        if out.dtype in FP8:
+            rounded_into(out, total, self.result_scale)
+        else:
+            out.copy_(total)
+
+
+class ReadyScatter(NamedTuple):
+    """A matmul + reduce-scatter for any tensors of one kind."""
+
+    workspace: PortableScatter
+    dim: int
+    divisor: int
+    words: str
+
+    def __call__(
+        self,
+        As: Sequence[torch.Tensor],
+        Bs: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply, sum over the products and the ranks, and scatter along `dim`. Collective."""
+        fronts = [A.movedim(self.dim, 0) for A in As]
+        matrices = [A.reshape(-1, A.shape[-1]) for A in fronts]
+        if residual is not None:
+            residual = residual.movedim(self.dim, 0).reshape(-1, residual.shape[-1])
+        rows = len(matrices[0]) // self.workspace.world_size
+        out = matrices[0].new_empty(rows, Bs[0].shape[1])
+
+        def product(owner: int, into: torch.Tensor) -> None:
+            cut = slice(owner * rows, (owner + 1) * rows)
+            for i, (A, B) in enumerate(zip(matrices, Bs, strict=True)):
+                if i == 0:
+                    torch.mm(A[cut], B, out=into)
+                else:
+                    torch.addmm(into, A[cut], B, out=into)
+
+        total = Total(self.divisor, bias, residual)
+        scattered(self.workspace, out, out.dtype, product, total, self.words)
+        front = fronts[0].shape
+        shape = front[0] // self.workspace.world_size, *front[1:-1], out.shape[1]
+        return moved(reshaped(out, shape), 0, self.dim)
+
+
+def scattered(
+    workspace: PortableScatter,
+    out: torch.Tensor,
+    sent_dtype: torch.dtype,
+    product: Callable[[int, torch.Tensor], None],
+    total: Total,
+    words: str,
+) -> None:
+    """Write this rank's rows of the sum over the ranks to ``out``. Collective.
+
+    Args:
+        sent_dtype: of the products.
+        product: writes the product for a rank, the first argument, to the second.
+    """
+    sent = out.new_empty(workspace.world_size - 1, *out.shape, dtype=sent_dtype)
+    workspace.scatter(
+        *(sent, product, lambda come: total(come, out)),
+        what=f", divided by {total.divisor}",
+        words=words,
+    )
+
+
+def pieces_of(rows: int, asked: int) -> int:
+    """The number of pieces of a shard of so many rows: as many as a plan says, if more than 1."""
+    return min(rows, asked) if asked > 1 else portable.pieces_of(rows)

@@ -1,0 +1,388 @@
+"""The portable path of matmuls between ranks: copies through slots beside products of the library.
+
+It needs memory that the ranks reach and kernels that every GPU from Ampere on runs, so it serves
+GPUs for which agmm has no matmul. `gather` and `scatter` are the protocol, for slots of any kind;
+the workspaces below have them in torch's symmetric memory.
+
+Every call has one barrier, and takes one of two halves of the slots in turn. So a rank writes to
+what was used two barriers ago: every rank comes to the second of these after it has read what was
+there, since its calls run one after the other. A captured call is replayed after any number of
+others. It takes the first half, with a barrier before it and one behind it in addition, as in
+`copies.all_gather`.
+
+No ranks wait in a ring. Only the barriers wait for other ranks. Copies and products wait for what
+their own rank has enqueued before them, and every rank enqueues its barriers in one order
+(`Group.last_before`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import Unsupported
+from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
+from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
+
+PIECE_ROWS = 1024
+"""The rows of a shard that are multiplied at a time, at least. It is a choice: fewer would leave
+multiprocessors of a large GPU without a tile."""
+
+MOST_PIECES = 4
+"""The most pieces of a shard. It is a choice: each costs a launch of the library's matmul."""
+
+_HALVES = 2
+_ALIGNMENT = 256  # that of CUDA's own allocations
+
+Consume = Callable[[int, slice, list[torch.Tensor]], None]
+"""What multiplies rows that have come. It is called with the rank that they are from, their place
+in its shard, and what that rank has sent of them."""
+
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A copy: the memory to write, and what is written there."""
+
+
+class Beside(Protocol):
+    """A place for copies beside what the caller computes."""
+
+    def fork(self) -> None:
+        """Copies come from now on behind all that was computed so far."""
+        ...
+
+    def run(self, copies: Sequence[Copy]) -> Any:
+        """Make copies behind those before, and return a mark of their end."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """What is computed from now on comes behind the mark."""
+        ...
+
+    def join(self) -> None:
+        """What is computed from now on comes behind all copies."""
+        ...
+
+
+def pieces_of(rows: int) -> int:
+    """The number of pieces in which a shard of so many rows is multiplied."""
+    return max(1, min(MOST_PIECES, rows // PIECE_ROWS))
+
+
+def cuts_of(rows: int, pieces: int) -> list[slice]:
+    """The rows of each piece, as equal as they can be; none is empty."""
+    size = -(-rows // pieces)
+    return [slice(begin, min(rows, begin + size)) for begin in range(0, rows, size)]
+
+
+def sent_bytes(parts: Sequence[torch.Tensor]) -> int:
+    """The bytes of a slot that holds all of these."""
+    return sum(map(_aligned_bytes, parts))
+
+
+def gather(
+    slots: Slots,
+    parts: Sequence[torch.Tensor],
+    wholes: Sequence[torch.Tensor],
+    consume: Consume,
+    turn: int,
+    *,
+    pieces: int,
+    beside: Beside,
+    keeps_own: bool = False,
+    is_captured: bool = False,
+) -> int:
+    """Gather the parts of all ranks, and consume the rows of each piece once they are there, the
+    own ones first, as one piece. Needs two slots on each rank.
+
+    Each rank stages its parts in its slot, and after a barrier copies the others' from theirs.
+
+    Args:
+        parts: contiguous, of the same shapes on all ranks. The first one says how many rows a shard
+            has; others have as many, or are sent whole with its first piece.
+        wholes: for each part the memory of all ranks' ones, [world_size, *part.shape].
+        keeps_own: whether the own places there are written, too.
+        turn: what the last call returned, 0 before the first.
+    """
+    rank, half = slots.rank, 0 if is_captured else turn
+    rows = parts[0].shape[0]
+    cuts = cuts_of(rows, pieces)
+    if is_captured:
+        slots.barrier()
+    for own, place in zip(parts, _places(slots.of(rank)[half], parts), strict=True):
+        place.copy_(own)
+    slots.barrier()
+    beside.fork()
+    others = _others(slots)
+
+    def copies_of(source: int) -> list[tuple[int, slice, Any]]:
+        """The pieces of a rank, with the marks of their copies."""
+        staged = _places(slots.of(source)[half], parts)
+        found = []
+        for cut in cuts:
+            pairs = []
+            for whole, there in zip(wholes, staged, strict=True):
+                if there.shape[0] == rows:
+                    pairs.append((whole[source, cut], there[cut]))
+                elif cut.start == 0:
+                    pairs.append((whole[source], there))
+            found.append((source, cut, beside.run(pairs)))
+        return found
+
+    try:
+        # The host enqueues the first copies, then the product that hides the enqueueing of others.
+        awaited = [one for source in others[:1] for one in copies_of(source)]
+        consume(rank, slice(0, rows), list(parts))
+        awaited += [one for source in others[1:] for one in copies_of(source)]
+        if keeps_own:
+            beside.run([(whole[rank], own) for whole, own in zip(wholes, parts, strict=True)])
+        for source, cut, mark in awaited:
+            beside.wait(mark)
+            come = [whole[source] for whole in wholes]
+            consume(source, cut, [one[cut] if one.shape[0] == rows else one for one in come])
+    finally:
+        beside.join()
+        if is_captured:
+            slots.barrier()
+    return turn if is_captured else 1 - turn
+
+
+def scatter(
+    slots: Slots,
+    sent: torch.Tensor,
+    product: Callable[[int, torch.Tensor], None],
+    total: Callable[[torch.Tensor], None],
+    turn: int,
+    *,
+    beside: Beside,
+    meanwhile: Callable[[], None] | None = None,
+    is_captured: bool = False,
+) -> int:
+    """Multiply for each rank in turn, the own one last, send each product once it is made, and sum
+    what has come. Needs two slots for each rank on each.
+
+    Args:
+        sent: memory of the products for the others, [world_size - 1, ...], contiguous.
+        product: writes the product for a rank, the first argument, to the second.
+        total: is given the products of all ranks for this one, [world_size, ...] in their order.
+        turn: what the last call returned, 0 before the first.
+        meanwhile: called while the last products are on their way.
+    """
+    rank, world_size = slots.rank, slots.world_size
+    first = 0 if is_captured else turn * world_size
+    like = sent[0]
+
+    def places(owner: int) -> torch.Tensor:
+        here = slots.of(owner)[first : first + world_size, : like.nbytes]
+        return here.view(like.dtype).view(world_size, *like.shape)
+
+    if is_captured:
+        slots.barrier()
+    for owner, part in zip(_others(slots), sent, strict=True):
+        product(owner, part)
+        beside.fork()
+        beside.run([(places(owner)[rank], part)])
+    come = places(rank)
+    product(rank, come[rank])
+    if meanwhile is not None:
+        meanwhile()
+    beside.join()
+    slots.barrier()
+    total(come)
+    if is_captured:
+        slots.barrier()
+    return turn if is_captured else 1 - turn
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(slot: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The places of the parts in a slot, which is uint8."""
+    found, begin = [], 0
+    for part in parts:
+        place = slot[begin : begin + part.nbytes]
+        found.append(place.view(part.dtype).view(part.shape))
+        begin += _aligned_bytes(part)
+    return found
+
+
+def _others(slots: Slots) -> list[int]:
+    """The other ranks from the next one on, so that no two ranks use a third's links at a time."""
+    return [(slots.rank + i) % slots.world_size for i in range(1, slots.world_size)]
+
+
+class _CopyStream:
+    """A stream of copies beside the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._current = torch.cuda.current_stream(stream.device)
+
+    def fork(self) -> None:
+        self._stream.wait_stream(self._current)
+
+    def run(self, copies: Sequence[Copy]) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        self._current.wait_event(mark)
+
+    def join(self) -> None:
+        self._current.wait_stream(self._stream)
+
+
+class _TaggedSlots(CudaSlots):
+    """Slots whose barriers carry the tag of the call, so that ranks whose calls differ are found
+    out, and end within the limit of every wait, with its message."""
+
+    meet: Callable[[], None]
+
+    def barrier(self) -> None:
+        self.meet()
+
+
+class _PortableWorkspace(CopyWorkspace):
+    """Slots for calls of one kind, whose barriers are kernels of agmm's collectives."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, collectives: CollectivesWorkspace
+    ) -> None:
+        super().__init__(group, device)
+        self._collectives = collectives
+        self._turn = 0
+
+    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
+        return _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
+
+    @contextmanager
+    def _in_call(self, nbytes: int, what: str, words: str) -> Iterator[tuple[Slots, Beside, bool]]:
+        """The slots for a call, which is enqueued meanwhile, the place of its copies, and whether
+        it is captured. Under `lock`.
+
+        Args:
+            nbytes: the size that slots have to have.
+            what: what all ranks have to agree on.
+            words: the call, for messages.
+
+        Raises:
+            Unsupported: the group can have no such memory, or would have to make some during a
+                capture; all ranks raise.
+        """
+        collectives = self._collectives
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured and not (collectives.is_ready and nbytes <= self.slot_bytes):
+            raise Unsupported(
+                f"workspace: found slots of {self.slot_bytes} bytes for copies during CUDA graph "
+                f"capture, wanted {nbytes}"
+            )
+        collectives.ensure(SLOT_BYTES)
+        slots: _TaggedSlots = self.buffers_of(nbytes).core
+        slots.meet = lambda: collectives.barrier(what, words)
+        stream = torch.cuda.current_stream(self.device)
+        with self.in_one_piece(is_captured=is_captured):
+            if is_captured:
+                self.captured = True
+            else:
+                stream.wait_event(self._done)
+            yield slots, _CopyStream(self._background.of_capture()), is_captured
+            if not is_captured:
+                self._done.record(stream)
+
+
+class PortableGather(_PortableWorkspace):
+    """The workspace of all-gathers beside products of the library. A slot holds a shard."""
+
+    def _slots_per_rank(self) -> int:
+        return _HALVES
+
+    @torch.no_grad()
+    def gather(
+        self,
+        parts: Sequence[torch.Tensor],
+        wholes: Sequence[torch.Tensor],
+        consume: Consume,
+        *,
+        pieces: int,
+        keeps_own: bool,
+        words: str,
+    ) -> None:
+        """Enqueue `gather` on the current stream. Collective.
+
+        Args:
+            words: the call, for messages.
+
+        Raises:
+            Unsupported: as `_in_call` does.
+            AgmmError: an earlier call of the group failed half-way.
+        """
+        sent = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
+        agreed = f"portable gather of {sent} in {pieces} pieces, {keeps_own}"
+        errors: list[Exception] = []
+
+        def consume_or_note(*rows: Any) -> None:
+            try:
+                if not errors:
+                    consume(*rows)
+            except Exception as error:  # the peers wait for the rest of this call
+                errors.append(error)
+
+        with self.lock:
+            of_call = self._in_call(sent_bytes(parts), agreed, words)
+            with of_call as (slots, beside, is_captured):
+                self._turn = gather(
+                    *(slots, parts, wholes, consume_or_note, self._turn),
+                    pieces=pieces,
+                    beside=beside,
+                    keeps_own=keeps_own,
+                    is_captured=is_captured,
+                )
+        if errors:
+            raise errors[0]
+
+
+class PortableScatter(_PortableWorkspace):
+    """The workspace of products of the library that are scattered. A slot holds what one rank sends
+    to another."""
+
+    def _slots_per_rank(self) -> int:
+        return _HALVES * self.world_size
+
+    @torch.no_grad()
+    def scatter(
+        self,
+        sent: torch.Tensor,
+        product: Callable[[int, torch.Tensor], None],
+        total: Callable[[torch.Tensor], None],
+        *,
+        what: str,
+        words: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Enqueue `scatter` on the current stream. Collective; errors are those of
+        `PortableGather.gather`.
+
+        Args:
+            what: what else has to be the same on all ranks.
+            words: the call, for messages.
+        """
+        like = sent[0]
+        agreed = f"portable scatter of {list(like.shape)} {like.dtype}{what}"
+        with self.lock:
+            of_call = self._in_call(sent_bytes([like]), agreed, words)
+            with of_call as (slots, beside, is_captured):
+                self._turn = scatter(
+                    *(slots, sent, product, total, self._turn),
+                    beside=beside,
+                    meanwhile=meanwhile,
+                    is_captured=is_captured,
+                )

@@ -1,0 +1,71 @@
+"""Slots of ranks that are threads, which come at any time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Threads:
+    """Slots of ranks that are threads. A rank sleeps at random before what it does."""
+
+    def __init__(self, world_size: int, count: int, slot_bytes: int, skipped: int = 0) -> None:
+        self.memory = [
+            torch.full((count, slot_bytes), 0x7F, dtype=torch.uint8) for _ in range(world_size)
+        ]
+        self.meeting = threading.Barrier(world_size)
+        self.skipped = skipped
+        """Every so many barriers one is left out: a fault."""
+
+
+class Slots:
+    def __init__(self, threads: Threads, rank: int, seed: int) -> None:
+        self.rank, self.world_size = rank, len(threads.memory)
+        self._threads = threads
+        self._random = random.Random(seed)
+        self._barriers = 0
+
+    def of(self, rank: int) -> torch.Tensor:
+        if self._random.random() < 0.05:
+            time.sleep(self._random.random() * 1e-3)
+        return self._threads.memory[rank]
+
+    def barrier(self) -> None:
+        self._barriers += 1
+        if not self._threads.skipped or self._barriers % self._threads.skipped:
+            self._threads.meeting.wait(30)
+
+
+def run(world_size: int, work: Callable[[int], int]) -> int:
+    """The sum of what the threads return."""
+    found = [0] * world_size
+    errors = []
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(found)
+
+
+def values(rank: int, call: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randint(-9, 10, (size,), generator=generator).to(dtype)
+
+
+def is_found(wrong: Callable[[], int]) -> bool:
+    """A fault, in one of some attempts: threads may happen to come in a harmless order."""
+    return any(wrong() > 0 for _ in range(20))
