@@ -37,6 +37,7 @@ __all__: list[str] = [
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
     "MAX_STREAMING_CLUSTER",
+    "MOST_EXPERTS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
@@ -67,10 +68,13 @@ __all__: list[str] = [
     "fault",
     "find_amax",
     "first_blocks",
+    "grouped_blocks",
+    "grouped_matmul",
     "k_parts",
     "kernel_facts",
     "lag_for",
     "lagged_steps",
+    "load_grouped_kernels",
     "load_quantizers",
     "mismatch_message",
     "note_call",
@@ -1019,6 +1023,35 @@ def first_blocks(
     The table of the first blocks of tile_order, at most 288: (block of M, block of N) for each step.
     """
 
+def grouped_blocks(
+    offsets: collections.abc.Sequence[int],
+    rows: int,
+    columns: int,
+    tile_rows: int,
+    block_columns: int,
+) -> list[tuple[int, int, int, int, int, int]]:
+    """
+    The blocks of a grouped matmul in their order: expert, its rows from begin to end, the first row that is loaded, how many quarters of the tile are, and the block of columns.
+    """
+
+def grouped_matmul(
+    config: KernelConfig,
+    dtype: DType,
+    column_major: bool,
+    activation: str,
+    sizes: tuple[int, int, int, int],
+    a: int,
+    lda: int,
+    offsets: int,
+    weights: collections.abc.Sequence[tuple[int, int, int, int]],
+    out: int,
+    sm_count: int,
+    stream: int,
+) -> None:
+    """
+    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, and the address of the biases or 0.
+    """
+
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:
     """
     The half-open range of k tiles of each split of K.
@@ -1037,6 +1070,11 @@ def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
 def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
     """
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
+    """
+
+def load_grouped_kernels() -> None:
+    """
+    Loads the kernels of grouped_matmul() on the current device, which waits for it.
     """
 
 def load_quantizers() -> None:
@@ -1233,6 +1271,7 @@ MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
 MAX_STREAMING_CLUSTER: int
+MOST_EXPERTS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

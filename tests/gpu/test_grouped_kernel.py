@@ -1,0 +1,301 @@
+"""The kernels of grouped matmuls, on one GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import activation_work
+import pytest
+import torch
+
+from agmm import _core
+from agmm.ops import grouped_kernel, grouped_products
+from agmm.planning.kernel_table import GROUPED
+from agmm.runtime import kernels
+from agmm.runtime.epilogues import Epilogue
+
+PLAIN = kernels.built(GROUPED)
+GATED = kernels.built(GROUPED, epilogue="gate")
+SIZES = ((8, 8), (72, 136), (264, 520), (1160, 1032))
+"""N and K."""
+
+pytestmark = pytest.mark.skipif(not PLAIN, reason="found no kernel of grouped matmuls in the build")
+
+of_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+of_layouts = pytest.mark.parametrize("column_major", [True, False], ids=["column", "row"])
+of_kernels = pytest.mark.parametrize("kernel", [*PLAIN, *GATED], ids=lambda kernel: kernel.name)
+
+
+def drawn(experts: int, most: int) -> list[int]:
+    numbers = random.Random(experts * most)
+    return [numbers.randrange(1, most + 1) for _ in range(experts)]
+
+
+COUNTS = {
+    "one row": [1],
+    "no rows": [0, 0],
+    "one expert has all": [0, 0, 1300, 0, 0],
+    "ends are empty": [0, 7, 0, 64, 0],
+    "whole tiles": [256, 256, 256],
+    "one row more": [257, 1, 129, 65],
+    "few rows": drawn(64, 8),
+    "up to 64 rows": drawn(32, 64),
+    "up to 300 rows": drawn(16, 300),
+}
+"""How many rows each expert has."""
+
+
+def is_built(kernel: Any, dtype: torch.dtype, epilogue: str, *, column_major: bool) -> bool:
+    """Whether the build has the kernel for these operands; a small one has it for some."""
+    wanted = kernel.name, str(dtype).removeprefix("torch."), "column" if column_major else "row"
+    return any(
+        (facts.kernel, facts.dtype.name, facts.b_layout) == wanted
+        and (facts.op, facts.epilogue) == (GROUPED, epilogue)
+        for facts in _core.kernel_facts()
+    )
+
+
+def skip_unless_built(kernel: Any, dtype: torch.dtype, *, column_major: bool) -> str:
+    """The epilogue of the kernel, if it is built for the operands."""
+    epilogue = "gate" if kernel in GATED else "bias"
+    if not is_built(kernel, dtype, epilogue, column_major=column_major):
+        pytest.skip("the build has no such kernel")
+    return epilogue
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def weight(experts: int, n: int, k: int, dtype: torch.dtype, *, column_major: bool) -> torch.Tensor:
+    """A weight [experts, K, N] whose matrices and lines have gaps of NaN between them."""
+    lines, length = (n, k) if column_major else (k, n)
+    held = torch.full((experts, lines + 3, length + 24), torch.nan, dtype=dtype, device="cuda")
+    found = held[:, :lines, :length]
+    found.copy_(randn(experts, lines, length, dtype=dtype) / k**0.5)
+    return found.transpose(1, 2) if column_major else found
+
+
+def offsets_of(counts: Sequence[int]) -> torch.Tensor:
+    ends = torch.tensor([0, *counts]).cumsum(0)
+    return ends.to(torch.int32).cuda()
+
+
+def poison_freed_memory(rows: int, n: int) -> None:
+    torch.full((rows * n + 512,), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
+def operands(
+    counts: Sequence[int], n: int, k: int, dtype: torch.dtype, *, column_major: bool, gate: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The weights of a call, and a bias for each."""
+    given = [
+        weight(len(counts), n, k, dtype, column_major=column_major) for _ in range(1 + int(gate))
+    ]
+    return given, [randn(len(counts), n, dtype=dtype) for _ in given]
+
+
+def fault(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    counts: Sequence[int],
+) -> list[str]:
+    """What is wrong with a result: an expert's rows differ from float64 by more than roundings, or
+    a row behind the last expert's is not 0."""
+    found = [] if bool((out[sum(counts) :] == 0).all()) else ["a row behind the last is not 0"]
+    ends = torch.tensor([0, *counts]).cumsum(0).tolist()
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        if begin == end:
+            continue
+        a, wide = rows[begin:end].double(), [one[expert].double() for one in weights]
+        products, sums = [a @ one for one in wide], [a.abs() @ one.abs() for one in wide]
+        for i, bias in enumerate(biases):
+            if bias is not None:
+                products[i] = products[i] + bias[expert].double()
+                sums[i] = sums[i] + bias[expert].double().abs()
+        wanted = products[0]
+        allowed = 2**-18 * sums[0]
+        if len(weights) == 2:
+            (wanted,) = activation_work.activated("silu_mul", products)
+            allowed = 2**-18 * (1 + sums[0] + sums[1]) * (1 + wanted.abs())
+        allowed = allowed + torch.finfo(out.dtype).eps / 2 * wanted.abs() + 1e-7
+        worst = ((out[begin:end].double() - wanted).abs() / allowed).max().item()
+        if not worst <= 1:
+            label = f"expert {expert} of {end - begin} rows"
+            found.append(f"{label}: an element is wrong by {worst:.3g} times what is allowed")
+    return found
+
+
+@of_kernels
+@of_layouts
+@of_dtypes
+def test_products(kernel: Any, column_major: bool, dtype: torch.dtype) -> None:
+    """Rows that there is only room for are NaN, and so is what results are written to."""
+    epilogue = skip_unless_built(kernel, dtype, column_major=column_major)
+    is_gate = epilogue == "gate"
+    activation = Epilogue("silu_mul") if is_gate else None
+    for n, k in SIZES:
+        for label, counts in COUNTS.items():
+            weights, biases = operands(counts, n, k, dtype, column_major=column_major, gate=is_gate)
+            for room, added in ((0, False), (77, True)):
+                capacity = max(1, sum(counts) + room)
+                rows = randn(capacity, k, dtype=dtype)
+                rows[sum(counts) :] = torch.nan
+                given = biases if added else [None] * len(weights)
+                for sm_count in (0, 6):
+                    poison_freed_memory(capacity, n)
+                    out = grouped_kernel.run(
+                        kernel,
+                        *(rows, weights, given, offsets_of(counts), activation),
+                        sm_count=sm_count,
+                    )
+                    assert out.shape == (capacity, n) and out.dtype == dtype
+                    faults = fault(out, rows, weights, given, counts)
+                    assert faults == [], f"{label}, N={n}, K={k}, {sm_count} CTAs: {faults[:3]}"
+
+
+@of_kernels
+def test_rows_of_one_expert_stay_among_themselves(kernel: Any) -> None:
+    """A tile loads rows of the next expert, and a NaN there is not seen."""
+    column_major = is_built(
+        kernel, torch.bfloat16, "gate" if kernel in GATED else "bias", column_major=True
+    )
+    dtype = torch.bfloat16
+    is_gate = skip_unless_built(kernel, dtype, column_major=column_major) == "gate"
+    counts = drawn(9, 200)
+    weights, biases = operands(counts, 264, 520, dtype, column_major=column_major, gate=is_gate)
+    rows, offsets = randn(sum(counts), 520), offsets_of(counts)
+    activation = Epilogue("silu_mul") if is_gate else None
+    wanted = grouped_kernel.run(kernel, rows, weights, biases, offsets, activation)
+    for expert in range(9):
+        begin, end = offsets[expert : expert + 2].tolist()
+        broken = rows.clone()
+        broken[begin:end] = torch.nan
+        out = grouped_kernel.run(kernel, broken, weights, biases, offsets, activation)
+        assert out[begin:end].isnan().all()
+        assert torch.equal(out[:begin], wanted[:begin]) and torch.equal(out[end:], wanted[end:])
+
+
+@of_layouts
+def test_the_bits_of_a_row_are_its_own(column_major: bool) -> None:
+    """They depend neither on the tile, nor on the other rows, nor on how many CTAs there are."""
+    dtype = torch.bfloat16 if column_major else torch.float16
+    some = [one for one in PLAIN if is_built(one, dtype, "bias", column_major=column_major)]
+    if not some:
+        pytest.skip("the build has no such kernel")
+    counts, (n, k) = drawn(12, 300), (1160, 1032)
+    weights, biases = operands(counts, n, k, dtype, column_major=column_major, gate=False)
+    rows, offsets = randn(sum(counts), k, dtype=dtype), offsets_of(counts)
+    wanted = grouped_kernel.run(some[0], rows, weights, biases, offsets)
+    for kernel in some:
+        for sm_count in (0, 2, 10, 64):
+            out = grouped_kernel.run(kernel, rows, weights, biases, offsets, sm_count=sm_count)
+            assert torch.equal(out, wanted), f"{kernel.name}, {sm_count} CTAs"
+    for expert in range(12):
+        begin, end = offsets[expert : expert + 2].tolist()
+        alone = [weights[0][expert : expert + 1]]
+        out = grouped_kernel.run(
+            some[0],
+            *(rows[begin:end].clone(), alone, [biases[0][expert : expert + 1]]),
+            offsets_of([end - begin]),
+        )
+        assert torch.equal(out, wanted[begin:end])
+
+
+@of_kernels
+def test_captured(kernel: Any) -> None:
+    """One graph serves all numbers of rows, and calls repeat."""
+    dtype = torch.bfloat16
+    is_gate = skip_unless_built(kernel, dtype, column_major=True) == "gate"
+    activation = Epilogue("silu_mul") if is_gate else None
+    weights, biases = operands([0] * 16, 1160, 520, dtype, column_major=True, gate=is_gate)
+    rows, offsets = randn(4800, 520), offsets_of([300] * 16)
+    given = kernel, rows, weights, biases, offsets, activation
+    grouped_kernel.run(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [grouped_kernel.run(*given) for _ in range(3)]
+    for i in range(30):
+        counts = random.Random(i).choices(range(301), k=16)
+        if i % 5 == 0:
+            counts = [0] * 15 + [4800]
+        offsets.copy_(offsets_of(counts))
+        rows.normal_()
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(outs[0], out) for out in outs[1:])
+        assert fault(outs[0], rows, weights, biases, counts) == []
+
+
+@of_kernels
+def test_wrong_offsets_end(kernel: Any) -> None:
+    """They write nothing beyond the result."""
+    dtype = torch.bfloat16
+    is_gate = skip_unless_built(kernel, dtype, column_major=True) == "gate"
+    activation = Epilogue("silu_mul") if is_gate else None
+    weights, biases = operands([0] * 4, 264, 136, dtype, column_major=True, gate=is_gate)
+    rows = randn(500, 136)
+    most = 2**31 - 1
+    for wrong in ([0, most, -5, 7, 600], [400, 20, 900, 3, -1], [-9, -8, -7, -6, -5]):
+        offsets = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+        out = grouped_kernel.run(kernel, rows, weights, biases, offsets, activation)
+        torch.cuda.synchronize()
+        assert out.shape == (500, 264)
+
+
+@of_dtypes
+@of_layouts
+@pytest.mark.parametrize("name", ["", "silu_mul", "gelu_tanh_mul", "relu2"])
+def test_the_products_of_the_ops(name: str, column_major: bool, dtype: torch.dtype) -> None:
+    """They are the kernels', without a word of the host with the device, and equal the CPU's."""
+    epilogue = Epilogue(name) if name else None
+    is_gate = epilogue is not None and epilogue.is_gated
+    for experts, most in ((8, 300), (24, 20)):
+        counts = drawn(experts, most)
+        weights, biases = operands(counts, 264, 520, dtype, column_major=column_major, gate=is_gate)
+        rows, offsets = randn(sum(counts) + 5, 520, dtype=dtype), offsets_of(counts)
+        assert grouped_kernel.config_of(rows, weights[:1]) is not None or len(PLAIN) < 3
+        grouped_products.products(rows, weights, biases, offsets, epilogue)  # loads kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = grouped_products.products(rows, weights, biases, offsets, epilogue)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wanted = grouped_products.products(
+            rows.cpu(),
+            [one.cpu() for one in weights],
+            [bias.cpu() for bias in biases],
+            offsets.cpu(),
+            epilogue,
+        )
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=2**-6, atol=2**-6)
+
+
+def test_operands_that_it_does_not_take() -> None:
+    config = PLAIN[0]
+    dtype = torch.bfloat16
+    skip_unless_built(config, dtype, column_major=True)
+    right = randn(2, 64, 32).transpose(1, 2)  # [2, 32, 64]
+    rows = randn(40, 32)
+    assert grouped_kernel.config_of(rows, [right]) is not None
+    for other_rows, other in (
+        (rows.float(), right.float()),
+        (rows[:, :28], right[:, :28]),
+        (rows.t().contiguous().t(), right),
+        (rows, right[..., :60]),
+        (rows, right[:, :, ::2].transpose(1, 2).contiguous().transpose(1, 2)[..., :28]),
+        (rows, right[:1].expand(2, -1, -1)),
+        (randn(40, 36)[:, 4:], right),
+    ):
+        assert grouped_kernel.config_of(other_rows, [other]) is None
+    with pytest.raises(ValueError, match="513 experts, wanted 1 to 512"):
+        many = randn(513, 8, 8)
+        grouped_kernel.run(config, randn(8, 8), [many], [None], offsets_of([0] * 513))
