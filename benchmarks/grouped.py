@@ -8,8 +8,8 @@ DeepSeek-V3, whole, with both projections. Each takes at most a minute in all.
     python benchmarks/grouped.py --gate
     python benchmarks/grouped.py --kernels --rows 2048 --models mixtral-8x7b --zipf
 
-With --gate the first projection is gate and up with silu, beside two of torch's products and torch's
-ops. With --kernels each kernel of the build is timed too.
+With --gate the first projection is gate and up with silu, beside two products and ops of torch.
+With --kernels each kernel of the build is timed too.
 """
 
 from __future__ import annotations

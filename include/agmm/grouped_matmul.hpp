@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "agmm/fields.hpp"
+#include "agmm/limits.hpp"
 #include "agmm/problem.hpp"
 
 namespace agmm {
@@ -17,6 +18,21 @@ struct ExpertWeight {
   void const* bias = nullptr;  // [experts, columns], the dtype of out; or null
 };
 AGMM_FIELDS(ExpertWeight, b, ldb, expert_stride, bias);
+
+/// How the kernel sees that rows of A, which are still on their way, have come. The rows of an
+/// expert lie by the rank that they come from.
+struct RowArrival {
+  // [sources * experts], device memory: how many rows of an expert have come from a source, added
+  // with release semantics at system scope after the rows. Each is 0 before the first row comes,
+  // and back at 0 before the next launch, for which the caller cares. Null: all rows are there.
+  uint32_t const* arrived = nullptr;
+  int32_t const* begins = nullptr;  // [experts * sources]: the first row of a source, by expert
+  int32_t sources = 0;
+  int32_t first_source = 0;  // whose rows come first; tiles that hold them are computed first
+  int32_t rank = 0;          // for the message when a wait passes its limit
+  uint64_t limit_ns = kDefaultLimitNs;
+};
+AGMM_FIELDS(RowArrival, arrived, begins, sources, first_source, rank, limit_ns);
 
 /// out[row] = epilogue(A[row] @ B of the row's expert), and zeros behind the last expert's rows.
 /// All pointers are device memory, aligned to 16 bytes; out has leading dimension out_columns.
@@ -36,13 +52,14 @@ struct GroupedMatmul {
   // 0. The kernel reads them when it runs; wrong ones give wrong results, but touch no other
   // memory.
   int32_t const* offsets = nullptr;
+  RowArrival arrival{};
   ExpertWeight weight{};
   ExpertWeight up{};  // of Epilogue::Gate alone
   void* out = nullptr;
   int32_t sm_count = 0;  // CTAs at most; 0, or more than that: the device's SMs
 };
 AGMM_FIELDS(GroupedMatmul, shape, dtype, b_layout, epilogue, activation, rows, out_columns, k,
-            experts, a, lda, offsets, weight, up, out, sm_count);
+            experts, a, lda, offsets, arrival, weight, up, out, sm_count);
 
 /// Loads every kernel for grouped matmuls on the current device, as load_kernels() does.
 void load_grouped_kernels();

@@ -1029,9 +1029,10 @@ def grouped_blocks(
     columns: int,
     tile_rows: int,
     block_columns: int,
+    first_rows: collections.abc.Sequence[int] = [],
 ) -> list[tuple[int, int, int, int, int, int]]:
     """
-    The blocks of a grouped matmul in their order: expert, its rows from begin to end, the first row that is loaded, how many quarters of the tile are, and the block of columns.
+    The blocks of a grouped matmul in their order: expert, its rows from begin to end, the first row that is loaded, how many quarters of the tile are, and the block of columns. first_rows: for each expert a row of the tile that comes first.
     """
 
 def grouped_matmul(
@@ -1047,9 +1048,10 @@ def grouped_matmul(
     out: int,
     sm_count: int,
     stream: int,
+    arrival: tuple[int, int, int, int, int] | None = None,
 ) -> None:
     """
-    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, and the address of the biases or 0.
+    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, and the address of the biases or 0. arrival: where rows of A are still on their way, the addresses of the counts of those that have come and of the sources' first rows, the sources, the one that comes first, and this rank.
     """
 
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "gemm/kernel_entry.hpp"
+#include "sync/wait_limit.hpp"
 
 namespace agmm {
 
@@ -12,8 +13,9 @@ struct GroupedMatmul;
 struct GroupedEntry {
   KernelFacts facts;
   std::size_t params_bytes;
-  /// These functions do what those of KernelVariant do. `args.sm_count` is that of the launch.
-  char const* (*prepare)(GroupedMatmul const& args, void* params);
+  /// These functions do what those of KernelVariant do. `args.sm_count` is that of the launch,
+  /// `place` where a wait for rows reports.
+  char const* (*prepare)(GroupedMatmul const& args, ReportPlace const& place, void* params);
   int (*setup)();
   int (*launch)(void* params, void* stream);
 };

@@ -10,10 +10,14 @@
 #include "ops/registry.hpp"
 #include "order/grouped_tiles.hpp"
 #include "runtime/cuda.hpp"
+#include "sync/wait_report.hpp"
 
 namespace agmm {
 
 namespace {
+
+/// The most signals of a launch: the report of a wait has so many bits for one.
+constexpr int64_t kMostRowSignals = int64_t(1) << LateWait::kChunkBits;
 
 void check_weight(char const* name, ExpertWeight const& weight) {
   require_aligned(name, weight.b);
@@ -52,6 +56,21 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
   if (args.offsets == nullptr) refuse("offsets", "null", "device memory");
   check_weight("weights", args.weight);
   if (args.epilogue == Epilogue::Gate) check_weight("weights", args.up);
+  RowArrival const& arrival = args.arrival;
+  if (arrival.arrived != nullptr) {
+    if (arrival.begins == nullptr) refuse("begins", "null", "device memory");
+    if (arrival.sources < 1 || arrival.first_source < 0 ||
+        arrival.first_source >= arrival.sources) {
+      refuse("arrival",
+             "source " + std::to_string(arrival.first_source) + " of " +
+                 std::to_string(arrival.sources),
+             "one of at least 1");
+    }
+    if (int64_t(arrival.sources) * args.experts > kMostRowSignals) {
+      refuse("arrival", std::to_string(int64_t(arrival.sources) * args.experts) + " signals",
+             "at most " + std::to_string(kMostRowSignals));
+    }
+  }
   GroupedEntry const* const kernel = kernel_registry().find_grouped(
       {device.architecture, Op::GroupedMatmul, args.dtype, Accumulation::Fast, args.b_layout,
        args.epilogue, args.shape});
@@ -62,6 +81,12 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
            "a kernel of this build for grouped matmuls");
   }
   return *kernel;
+}
+
+/// Where a launch reports a wait for rows.
+ReportPlace place_of(GroupedMatmul const& args) {
+  if (args.arrival.arrived == nullptr) return {};
+  return report_place(args.arrival.rank, args.experts);
 }
 
 /// A launch: no two with other fields share their parameters.
@@ -93,7 +118,7 @@ void grouped_matmul(GroupedMatmul const& given, void* stream) {
   static KeptParams<Launch> kept;
   KernelParams const params = kept.find_or_build(launch, [&] {
     KernelParams memory = allocate_params(kernel.params_bytes);
-    if (char const* reason = kernel.prepare(args, memory.get())) {
+    if (char const* reason = kernel.prepare(args, place_of(args), memory.get())) {
       throw std::invalid_argument("agmm: " + args.shape.str() + " for " +
                                   std::to_string(args.rows) + "x" +
                                   std::to_string(args.out_columns) + "x" + std::to_string(args.k) +

@@ -83,15 +83,19 @@ struct GroupedOrder {
     return {{begin, end}, first, quarters};
   }
 
-  /// Block `number` of an expert that has these rows.
-  AGMM_HOST_DEVICE GroupedBlock block_of_expert(int32_t expert, Range of_expert,
-                                                int32_t number) const {
+  /// Block `number` of an expert that has these rows. Its tiles begin with the one that holds
+  /// `first_row`, and go on with the first behind the last.
+  AGMM_HOST_DEVICE GroupedBlock block_of_expert(int32_t expert, Range of_expert, int32_t number,
+                                                int32_t first_row) const {
     int32_t const band = blocks_of_band.divide(number);
     int32_t const in_band = number - band * blocks_of_band.divisor;
     int32_t const first_tile = band * band_tiles();
     int32_t const tiles = min_of(band_tiles(), ceil_div(of_expert.size(), tile_rows) - first_tile);
     int32_t const column_block = PlainDiv(tiles).divide(in_band);
-    int32_t const tile = first_tile + in_band - column_block * tiles;
+    int32_t const all_tiles = ceil_div(of_expert.size(), tile_rows);
+    int32_t const pivot = min_of(max_of(0, first_row - of_expert.begin) / tile_rows, all_tiles - 1);
+    int32_t tile = first_tile + in_band - column_block * tiles + pivot;
+    if (tile >= all_tiles) tile -= all_tiles;
     return {expert, tile_of_expert(of_expert, tile), column_block};
   }
 };

@@ -26,6 +26,21 @@ class _Layout(NamedTuple):
     expert_stride: int
 
 
+class Arrival(NamedTuple):
+    """How the kernel sees that rows, which are still on their way, have come. The rows of an expert
+    lie by the rank that they come from."""
+
+    arrived: torch.Tensor
+    """int32 [sources, experts]: how many rows have come. They are 0 before the first one comes, and
+    the caller sets them back."""
+    begins: torch.Tensor
+    """int32 [experts, sources]: the first row of each source."""
+    first_source: int
+    """The source whose rows come first, whose tiles are computed first."""
+    rank: int
+    """This rank, for the message of a wait that passes its limit."""
+
+
 def _layout(weight: torch.Tensor) -> _Layout | None:
     """The layout of a weight [experts, K, N], or None where the kernel does not take it."""
     experts, k, n = weight.shape
@@ -67,7 +82,7 @@ def config_of(
         return None
     b_layout = "column" if True in layouts else "row"
     kind = kernels.PLAIN if epilogue is None else epilogue.kernel
-    return grouped_kernels.chosen(capacity, experts, k, dtype.name, b_layout, kind)
+    return grouped_kernels.chosen(capacity, n, k, experts, dtype.name, b_layout, kind)
 
 
 def _takes_rows(rows: torch.Tensor) -> bool:
@@ -85,6 +100,7 @@ def run(
     epilogue: Epilogue | None = None,
     *,
     sm_count: int = 0,
+    arrival: Arrival | None = None,
 ) -> torch.Tensor:
     """The products of each expert's rows, or what a gate makes of them; zeros behind the last
     expert's rows. The operands are those for which `config_of` found the kernel.
@@ -93,6 +109,7 @@ def run(
         biases: for each weight [experts, N] in the dtype of the rows, or None.
         offsets: [experts + 1], as in `Routing`.
         sm_count: the most CTAs of the launch; 0 for all that there is room for.
+        arrival: None where all rows are there.
     """
     experts, k, n = weights[0].shape
     held = [offsets.to(torch.int32).contiguous()]
@@ -118,6 +135,15 @@ def run(
             out.data_ptr(),
             sm_count,
             stream_of(rows.device),
+            None
+            if arrival is None
+            else (
+                arrival.arrived.data_ptr(),
+                arrival.begins.data_ptr(),
+                arrival.begins.shape[1],
+                arrival.first_source,
+                arrival.rank,
+            ),
         )
     return out
 

@@ -14,9 +14,21 @@ than smaller tiles do by their loads: a tile of 256 x 128 takes 0.58 us for 64 o
 about 1 us. A choice, not measured."""
 
 
+_SHORTER = 128
+"""The rows of those smaller tiles."""
+_SMS = 132
+"""The multiprocessors of a Hopper. Fewer tiles than these leave some of them idle."""
+
+
 @cache
 def chosen(
-    rows: int, experts: int, k: int, dtype: str, b_layout: str, epilogue: str = kernels.PLAIN
+    rows: int,
+    n: int,
+    k: int,
+    experts: int,
+    dtype: str,
+    b_layout: str,
+    epilogue: str = kernels.PLAIN,
 ) -> _core.KernelConfig | None:
     """The kernel of this build for a grouped matmul, or None.
 
@@ -25,6 +37,7 @@ def chosen(
 
     Args:
         rows: the rows that there is room for.
+        n: the columns of the result.
         dtype: the name of a `_core.DType`.
         b_layout: "column" or "row", of every expert's matrix.
         epilogue: as `_core.KernelFacts.epilogue` names it.
@@ -32,11 +45,19 @@ def chosen(
     found = kernels.built(GROUPED, dtype, epilogue=epilogue, b_layout=b_layout)
     if not found:
         return None
-    by_height = sorted(found, key=lambda kernel: kernel.tile_m)
-    mean = rows / experts
-    large = [kernel for kernel in by_height if kernel.tile_m >= mean] or by_height[-1:]
-    kernel = large[0]
-    ahead = [other for other in by_height if other.schedule == "pingpong"]
-    if kernel.schedule == "cooperative" and kernel is by_height[-1] and k < _LONG_K and ahead:
-        return ahead[-1]
+    heights = sorted({kernel.tile_m for kernel in found})
+    height = next((one for one in heights if one >= rows / experts), heights[-1])
+    weights = 2 if epilogue == "gate" else 1
+
+    def tiles(kernel: _core.KernelConfig) -> int:
+        of_experts = max(min(rows, experts), -(-rows // kernel.tile_m))
+        return of_experts * -(-n * weights // kernel.tile_n)
+
+    by_width = sorted(
+        (kernel for kernel in found if kernel.tile_m == height), key=lambda kernel: -kernel.tile_n
+    )
+    kernel = next((one for one in by_width if tiles(one) >= _SMS), by_width[-1])
+    shorter = [one for one in found if one.schedule == "pingpong" and one.tile_m == _SHORTER]
+    if kernel.tile_m > _SHORTER and k < _LONG_K and shorter:
+        return shorter[0]
     return kernel

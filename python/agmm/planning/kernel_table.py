@@ -218,8 +218,9 @@ def _against_grouped(row: KernelRow) -> Iterator[tuple[str, str]]:
         yield "formats", f"operands of 16 bits, not timed, with {GROUPED}"
     if row.epilogue not in ("plain", "gate"):
         yield "epilogue", f"plain or gate with {GROUPED}"
-    if row.tile[0] % _ROWS_OF_GROUPED or row.tile[1] % _COLUMNS_OF_HALVES or row.tile[2] != 64:
-        yield "tile", f"multiples of 64 rows and 128 columns, and 64 of K, with {GROUPED}"
+    parts = (2 if row.schedule == "cooperative" else 1) * (2 if row.epilogue == "gate" else 1)
+    if row.tile[0] % _ROWS_OF_GROUPED or row.tile[1] % (64 * parts) or row.tile[2] != 64:
+        yield "tile", f"multiples of 64 rows and {64 * parts} columns, and 64 of K, with {GROUPED}"
     if row.cluster[0] != 1:
         yield "cluster", f"1x1 or 1x2 with {GROUPED}"
 

@@ -85,12 +85,17 @@ struct GroupedInstance {
     return true;
   }
 
-  static char const* prepare(GroupedMatmul const& args, void* params_memory) {
+  static char const* prepare(GroupedMatmul const& args, ReportPlace const& place,
+                             void* params_memory) {
     Params& params = *new (params_memory) Params{};
     params.order = GroupedOrder(args.rows, args.experts, args.out_columns, TileM,
                                 Kernel::kOutColumns * ClusterN);
     if (params.order.most_blocks(false) > INT32_MAX / 2) return "found too many tiles";
     params.offsets = args.offsets;
+    params.arrival = args.arrival;
+    Senders senders{};
+    senders.chunks_per_rank = args.experts;
+    params.wait_limit = {place, args.arrival.limit_ns, senders, args.arrival.rank};
     params.out = static_cast<Element*>(args.out);
     params.out_columns = args.out_columns;
     params.k_tiles = ceil_div(args.k, TileK);

@@ -17,6 +17,13 @@
 // (GroupedOrder::rows_of_expert), so that wrong ones reach no memory beyond out, and all warps of a
 // cluster see the same blocks: they read the same words, which no kernel writes meanwhile.
 //
+// Rows on their way (RowArrival). Before the first load of a tile, warp 0 waits until all rows of
+// the tile have come: each lane acquires the counts of some sources, the warp's barrier carries
+// that to the lane that loads, whose proxy fence orders its loads behind it (sync/device_wait.hpp).
+// Warp 1 loads B meanwhile, as far as the ring goes. Rows of a neighbouring tile that a load brings
+// too may not have come; their products are not stored. In a cluster each CTA waits for itself: the
+// part that one loads for the other is of the same rows, for which it has waited too.
+//
 // The ring. Stage i of kStages has `full` (2 arrivals: of warps 0 and 1, each of which expects the
 // bytes that it loads, and A's bytes, from all CTAs that share them) and `empty` (one arrival of
 // each warp of a group, in each CTA that shares the loads of A). All warps go through the same
@@ -141,6 +148,8 @@ struct GroupedKernel {
     CUtensorMap a[kTileQuarters];  // boxes of that many quarters, the part of one CTA
     GroupedOrder order{};
     int32_t const* offsets = nullptr;
+    RowArrival arrival{};
+    WaitLimit wait_limit{};
     Element const* bias[kWeights] = {};
     Element* out = nullptr;
     int32_t out_columns = 0;
@@ -209,8 +218,13 @@ struct GroupedKernel {
   CUTLASS_DEVICE static GroupedBlock block_at(Params const& params, Shared const& shared,
                                               int32_t block) {
     int32_t const expert = expert_of_block(shared.first_block, params.order.experts, block);
+    RowArrival const& arrival = params.arrival;
+    int32_t const first_row =
+        arrival.arrived == nullptr
+            ? 0
+            : __ldg(arrival.begins + expert * arrival.sources + arrival.first_source);
     return params.order.block_of_expert(expert, rows_of_expert(params, expert),
-                                        block - shared.first_block[expert]);
+                                        block - shared.first_block[expert], first_row);
   }
 
   /// The first column of a CTA's tile in each weight, and in out.
@@ -287,12 +301,36 @@ struct GroupedKernel {
     }
   }
 
+  /// Returns when the rows of a tile have come that belong to it. All lanes of the warp that loads
+  /// call it; each waits for some of the sources.
+  CUTLASS_DEVICE static void await_rows(Params const& params, GroupedBlock const& block) {
+    RowArrival const& arrival = params.arrival;
+    Range const rows = block.rows.rows;
+    int32_t const experts = params.order.experts;
+    int32_t const* const begins = arrival.begins + block.expert * arrival.sources;
+    for (int32_t source = lane_id(); source < arrival.sources;
+         source += cutlass::NumThreadsPerWarp) {
+      int32_t const begin = __ldg(begins + source);
+      int32_t const end = source + 1 < arrival.sources ? __ldg(begins + source + 1)
+                                                       : __ldg(params.offsets + block.expert + 1);
+      if (max_of(begin, rows.begin) < min_of(end, rows.end)) {
+        int32_t const signal = source * experts + block.expert;
+        wait_signal(arrival.arrived + signal, uint32_t(end - begin), signal, params.wait_limit);
+      }
+    }
+    __syncwarp();
+    fence_proxy_async_global();
+  }
+
   CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared) {
-    if (lane_id() != 0) return;
+    bool const issues = lane_id() == 0;
     Stage stage;
     int32_t const end = blocks(params, shared);
     for (int32_t number = cluster(); number < end; number += params.clusters) {
-      GroupedRows const tile = block_at(params, shared, number).rows;
+      GroupedBlock const block = block_at(params, shared, number);
+      if (params.arrival.arrived != nullptr) await_rows(params, block);
+      if (!issues) continue;
+      GroupedRows const& tile = block.rows;
       int32_t const loaded = tile.quarters * kQuarterRows;
       int32_t const own = beside() * (loaded / kClusterN);  // the first that this CTA loads
       void const* const descriptor = &params.a[tile.quarters - 1];
@@ -311,7 +349,7 @@ struct GroupedKernel {
       }
     }
     // A stage that was never used has nobody to wait for, as at the start.
-    for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
+    for (int32_t i = 0; issues && i < kStages; ++i, stage.advance()) {
       mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
     }
   }
