@@ -18,6 +18,11 @@ from agmm.runtime.streams import stream_of
 _DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
 
 
+_LEAST_TILE, _MOST_BLOCKS = 64, 2**30 - 1
+"""The rows and columns of the smallest tile of `kernels.json`, and the most tiles that a kernel
+counts, if wrong offsets gave every expert all rows."""
+
+
 class _Layout(NamedTuple):
     """How the matrices of all experts lie: contiguous along K (column-major) or along N."""
 
@@ -72,6 +77,9 @@ def config_of(
     if dtype is None or capabilities.why_not(capabilities.MATMULS, rows.device) is not None:
         return None
     if 0 in (capacity, k, n) or not 1 <= experts <= _core.MOST_EXPERTS:
+        return None
+    blocks = experts * -(-capacity // _LEAST_TILE) * -(-n // _LEAST_TILE)
+    if max(capacity, k, n) > _core.MAX_SIZE or blocks > _MOST_BLOCKS:
         return None
     if k % _core.ALIGNMENT or n % _core.ALIGNMENT or not _takes_rows(rows):
         return None
