@@ -81,6 +81,8 @@
 #include "sync/mbarrier.hpp"
 #include "sync/named_barrier.hpp"
 #include "sync/tensor_load.hpp"
+#include "testing/fault.hpp"
+#include "testing/stress_delay.hpp"
 
 namespace agmm {
 
@@ -282,6 +284,7 @@ struct GroupedKernel {
       for (int32_t k = 0; k < params.k_tiles; ++k, stage.advance()) {
         uint64_t* const full = &shared.full[stage.index];
         mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        stress_delay(params.wait_limit.rank);
         mbarrier_arrive_expecting(full, kWeightBytes);  // what lies beyond a weight counts too
         uint8_t* to = shared.weight[stage.index];
         CUTLASS_PRAGMA_UNROLL
@@ -315,6 +318,7 @@ struct GroupedKernel {
                                                        : __ldg(params.offsets + block.expert + 1);
       if (max_of(begin, rows.begin) < min_of(end, rows.end)) {
         int32_t const signal = source * experts + block.expert;
+        if constexpr (kNoWait) continue;
         wait_signal(arrival.arrived + signal, uint32_t(end - begin), signal, params.wait_limit);
       }
     }
@@ -338,6 +342,7 @@ struct GroupedKernel {
       for (int32_t k = 0; k < params.k_tiles; ++k, stage.advance()) {
         uint64_t* const full = &shared.full[stage.index];
         mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        stress_delay(params.wait_limit.rank);
         mbarrier_arrive_expecting(full, uint32_t(loaded) * kRowBytes);
         uint8_t* const to = shared.a[stage.index] + own * kRowBytes;
         if constexpr (kClusterN == 1) {
@@ -402,6 +407,7 @@ struct GroupedKernel {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t k = 0; k < params.k_tiles; ++k, stage.advance()) {
       mbarrier_wait(&shared.full[stage.index], stage.phase);
+      stress_delay_warp(params.wait_limit.rank);
       uint8_t const* const of_a = shared.a[stage.index];
       uint8_t const* const of_b = shared.weight[stage.index] + part * (kAtomsOfOut * kAtomBytes);
       fence<kFloats>(sums);
