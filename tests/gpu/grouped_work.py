@@ -10,6 +10,7 @@ from typing import Any
 import activation_work
 import pytest
 import torch
+from gpu_work import poison_freed_memory
 
 from agmm import _core
 from agmm.ops import grouped_kernel
@@ -74,10 +75,6 @@ def weight(experts: int, n: int, k: int, dtype: torch.dtype, *, column_major: bo
 def offsets_of(counts: Sequence[int]) -> torch.Tensor:
     ends = torch.tensor([0, *counts]).cumsum(0)
     return ends.to(torch.int32).cuda()
-
-
-def poison_freed_memory(rows: int, n: int) -> None:
-    torch.full((rows * n + 512,), torch.nan, dtype=torch.bfloat16, device="cuda")
 
 
 def operands(
@@ -168,7 +165,7 @@ def faults_of_late_rows(kernel: Any) -> list[str]:
         torch.cuda.synchronize()
         rows.fill_(torch.nan)
         arrived.zero_()
-        poison_freed_memory(sum(counts), 1160)
+        poison_freed_memory(2 * sum(counts) * 1160)
         torch.cuda.synchronize()
         out = grouped_kernel.run(
             kernel,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_work import poison_freed_memory
 from grouped_work import (
     COUNTS,
     GATED,
@@ -18,7 +19,6 @@ from grouped_work import (
     is_built,
     offsets_of,
     operands,
-    poison_freed_memory,
     randn,
     skip_unless_built,
 )
@@ -54,7 +54,7 @@ def test_products(kernel: Any, column_major: bool, dtype: torch.dtype) -> None:
                 rows[sum(counts) :] = torch.nan
                 given = biases if added else [None] * len(weights)
                 for sm_count in (0, 6):
-                    poison_freed_memory(capacity, n)
+                    poison_freed_memory(2 * capacity * n)
                     out = grouped_kernel.run(
                         kernel,
                         *(rows, weights, given, offsets_of(counts), activation),
