@@ -61,10 +61,8 @@ struct GroupedMatmul {
 AGMM_FIELDS(GroupedMatmul, shape, dtype, b_layout, epilogue, activation, rows, out_columns, k,
             experts, a, lda, offsets, arrival, weight, up, out, sm_count);
 
-/// Loads every kernel for grouped matmuls on the current device, as load_kernels() does.
-void load_grouped_kernels();
-
-/// Enqueues it on a stream of the current device. Throws std::invalid_argument where the problem is
+/// Enqueues it on a stream of the current device. The first call with a kernel loads that, which
+/// waits for the device. Throws std::invalid_argument where the problem is
 /// not legal for the kernel or the kernel is not in this build, std::runtime_error where this build
 /// has none for the device, or when CUDA refuses.
 void grouped_matmul(GroupedMatmul const& args, void* stream);

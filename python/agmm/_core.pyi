@@ -74,7 +74,6 @@ __all__: list[str] = [
     "kernel_facts",
     "lag_for",
     "lagged_steps",
-    "load_grouped_kernels",
     "load_quantizers",
     "mismatch_message",
     "note_call",
@@ -1072,11 +1071,6 @@ def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
 def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
     """
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
-    """
-
-def load_grouped_kernels() -> None:
-    """
-    Loads the kernels of grouped_matmul() on the current device, which waits for it.
     """
 
 def load_quantizers() -> None:

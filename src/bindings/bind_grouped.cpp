@@ -103,9 +103,6 @@ std::vector<std::tuple<int, int, int, int, int, int>> grouped_blocks(
 
 void bind_grouped(py::module_& m) {
   m.attr("MOST_EXPERTS") = agmm::kMostExperts;
-  m.def("load_grouped_kernels", &agmm::load_grouped_kernels,
-        py::call_guard<py::gil_scoped_release>(),
-        "Loads the kernels of grouped_matmul() on the current device, which waits for it.");
   m.def(
       "grouped_matmul", &grouped_matmul, py::arg("config"), py::arg("dtype"),
       py::arg("column_major"), py::arg("activation"), py::arg("sizes"), py::arg("a"),

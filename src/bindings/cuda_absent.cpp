@@ -25,7 +25,6 @@ void load_quantizers() { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
 void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }
-void load_grouped_kernels() { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }

@@ -98,13 +98,6 @@ AGMM_FIELDS(Launch, args, device);
 
 }  // namespace
 
-void load_grouped_kernels() {
-  DeviceFacts const& device = kernels_device();
-  for (GroupedEntry const* const kernel : kernel_registry().groupeds(device.architecture)) {
-    make_ready(*kernel, device);
-  }
-}
-
 void grouped_matmul(GroupedMatmul const& given, void* stream) {
   DeviceFacts const& device = kernels_device();
   GroupedEntry const& kernel = check(given, device);

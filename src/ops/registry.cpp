@@ -96,17 +96,6 @@ std::vector<ScatterEntry const*> KernelRegistry::scatters(std::string_view archi
   return found;
 }
 
-std::vector<GroupedEntry const*> KernelRegistry::groupeds(std::string_view architecture) const {
-  std::shared_lock<std::shared_mutex> const lock(mutex_);
-  std::vector<GroupedEntry const*> found;
-  for (auto const& kernel : kernels_) {
-    if (kernel->grouped != nullptr && kernel->facts.architecture == architecture) {
-      found.push_back(kernel->grouped);
-    }
-  }
-  return found;
-}
-
 KernelRegistry& kernel_registry() {
   // The registry is never destroyed, since calls of other threads may outlast static objects.
   static KernelRegistry* const registry = [] {

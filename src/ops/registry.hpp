@@ -50,11 +50,9 @@ class KernelRegistry {
   /// What the kernels can do, in the order in which they were added.
   std::vector<KernelFacts> facts() const;
 
-  /// All kernels for an architecture: of all-gather + matmul, of the ops that send tiles, and of
-  /// grouped matmuls.
+  /// All kernels for an architecture: of all-gather + matmul, and of the ops that send tiles.
   std::vector<KernelEntry const*> matmuls(std::string_view architecture) const;
   std::vector<ScatterEntry const*> scatters(std::string_view architecture) const;
-  std::vector<GroupedEntry const*> groupeds(std::string_view architecture) const;
 
  private:
   struct Kernel {
