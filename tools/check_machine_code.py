@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-GEMM_SYMBOLS = ("PersistentAsyncInputScheduler", "16streaming_kernel")
+GEMM_SYMBOLS = ("PersistentAsyncInputScheduler", "16streaming_kernel", "14grouped_kernel")
 EARLY_SYMBOLS = ("18async_input_kernel", "16streaming_kernel")
 HOPPER = "sm_90a"
 OF_SMALL_KERNELS = ("sm_80", HOPPER)

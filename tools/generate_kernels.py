@@ -45,7 +45,7 @@ CuTe the others instantiate too. Three rows, 24 kernels, take up to 7.5 GB of me
 more would leave too few units for many cores. In the set ci a row has a quarter or half as many
 kernels, which have less in common."""
 
-TABLES = ("kernel", "fp8", "scatter", "fp8_scatter", "lagged")
+TABLES = ("kernel", "fp8", "scatter", "fp8_scatter", "lagged", "grouped")
 """The tables of `kernel_table.cpp.in`; the names of its kernels begin with theirs."""
 LAYOUTS = {"row": "row", "column": "col"}
 ACCUMULATIONS = {"fast": "Fast", "slow": "Slow", "block": "Block", "block_1x128": "Block1x128"}
@@ -55,6 +55,8 @@ def table_of(row: KernelRow) -> str:
     """The table that lists the row's kernels."""
     if row.op == kernel_table.ALL_REDUCE:
         return "lagged"
+    if row.op == kernel_table.GROUPED:
+        return "grouped"
     scatters = row.op == kernel_table.SCATTER
     if row.is_fp8:
         return "fp8_scatter" if scatters else "fp8"
@@ -63,6 +65,8 @@ def table_of(row: KernelRow) -> str:
 
 def class_of(table: str) -> str:
     """The classes of a table's entries are `<class>Entry`."""
+    if table == "grouped":
+        return "Grouped"
     return "Kernel" if table in ("kernel", "fp8") else "Scatter"
 
 
@@ -76,7 +80,7 @@ def arguments_of(row: KernelRow) -> str:
     accumulation = f"Accumulation::{ACCUMULATIONS[row.accumulation]}"
     epilogue = f"Epilogue::{kernel_table.EPILOGUES[row.epilogue]}"
     flags = {True: "true", False: "false"}
-    if row.schedule == kernel_table.STREAMING:
+    if row.schedule == kernel_table.STREAMING or row.op == kernel_table.GROUPED:
         more = [epilogue]
     elif row.op == kernel_table.GATHER:
         more = [flags[row.timed], flags[row.swapped], accumulation, epilogue]
@@ -105,8 +109,8 @@ def entries_of(row: KernelRow, kernels: str) -> dict[str, str]:
 
 def kind_of(row: KernelRow) -> str:
     """Rows of one kind share units: of a schedule, as they have most in common, with an activation
-    of any kind or without one; or of fp8 of an op."""
-    if row.is_fp8:
+    of any kind or without one; of grouped matmuls; or of fp8 of an op."""
+    if row.is_fp8 or row.op == kernel_table.GROUPED:
         return table_of(row)
     return row.schedule + "_swapped" * row.swapped + "_activations" * (row.epilogue != "plain")
 

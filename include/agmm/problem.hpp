@@ -31,9 +31,14 @@ enum class Accumulation : int32_t { Fast = 0, Slow = 1, Block = 2, Block1x128 = 
 /// The size of a scale block, along K and along columns.
 constexpr int32_t kScaleBlock = 128;
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
-/// The op that a kernel is for. Kernels of the last two ops send tiles to other ranks; those of the
-/// last one send finished tiles too.
-enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAllReduce = 2 };
+/// The op that a kernel is for. Kernels that scatter or reduce send tiles to other ranks; those of
+/// MatmulAllReduce send finished tiles too. A grouped matmul is of one rank alone.
+enum class Op : int32_t {
+  AllGatherMatmul = 0,
+  MatmulReduceScatter = 1,
+  MatmulAllReduce = 2,
+  GroupedMatmul = 3
+};
 /// The epilogue of a kernel: what is done with the sums, which are scaled where the operands have
 /// scales. Bias adds a bias, or none. Activation adds it and computes an activation of each sum.
 /// Gate has the sums of two weights: the activation of those of the first, gate, times those of the
@@ -94,6 +99,8 @@ inline char const* to_string(Op op) {
       return "matmul_reduce_scatter";
     case Op::MatmulAllReduce:
       return "matmul_all_reduce";
+    case Op::GroupedMatmul:
+      return "grouped_matmul";
   }
   return "?";
 }

@@ -37,6 +37,7 @@ __all__: list[str] = [
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
     "MAX_STREAMING_CLUSTER",
+    "MOST_EXPERTS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
@@ -67,6 +68,8 @@ __all__: list[str] = [
     "fault",
     "find_amax",
     "first_blocks",
+    "grouped_blocks",
+    "grouped_matmul",
     "k_parts",
     "kernel_facts",
     "lag_for",
@@ -1019,6 +1022,37 @@ def first_blocks(
     The table of the first blocks of tile_order, at most 288: (block of M, block of N) for each step.
     """
 
+def grouped_blocks(
+    offsets: collections.abc.Sequence[int],
+    rows: int,
+    columns: int,
+    tile_rows: int,
+    block_columns: int,
+    first_rows: collections.abc.Sequence[int] = [],
+) -> list[tuple[int, int, int, int, int, int]]:
+    """
+    The blocks of a grouped matmul in their order: expert, its rows from begin to end, the first row that is loaded, how many quarters of the tile are, and the block of columns. first_rows: for each expert a row of the tile that comes first.
+    """
+
+def grouped_matmul(
+    config: KernelConfig,
+    dtype: DType,
+    column_major: bool,
+    activation: str,
+    sizes: tuple[int, int, int, int],
+    a: int,
+    lda: int,
+    offsets: int,
+    weights: collections.abc.Sequence[tuple[int, int, int, int]],
+    out: int,
+    sm_count: int,
+    stream: int,
+    arrival: tuple[int, int, int, int, int] | None = None,
+) -> None:
+    """
+    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, and the address of the biases or 0. arrival: where rows of A are still on their way, the addresses of the counts of those that have come and of the sources' first rows, the sources, the one that comes first, and this rank.
+    """
+
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:
     """
     The half-open range of k tiles of each split of K.
@@ -1233,6 +1267,7 @@ MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
 MAX_STREAMING_CLUSTER: int
+MOST_EXPERTS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

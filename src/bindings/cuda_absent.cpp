@@ -5,6 +5,7 @@
 #include "agmm/collectives.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "agmm/grouped_matmul.hpp"
 #include "ops/quantize.hpp"
 
 namespace agmm {
@@ -24,6 +25,7 @@ void load_quantizers() { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
 void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }
+void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

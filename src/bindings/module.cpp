@@ -14,6 +14,7 @@ void bind_gather(py::module_& m);
 void bind_scatter(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_quantize(py::module_& m);
+void bind_grouped(py::module_& m);
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The torch-free core of agmm.";
@@ -28,4 +29,5 @@ PYBIND11_MODULE(_core, m) {
   bind_scatter(m);
   bind_collectives(m);
   bind_quantize(m);
+  bind_grouped(m);
 }

@@ -21,16 +21,22 @@ KernelKey key_of(KernelFacts const& facts) {
 void KernelRegistry::add(KernelEntry const& entry) {
   KernelFacts facts = entry.facts;
   facts.op = Op::AllGatherMatmul;
-  add({facts, &entry, nullptr});
+  add({facts, &entry, nullptr, nullptr});
 }
 
 void KernelRegistry::add(Op op, ScatterEntry const& entry) {
-  if (op == Op::AllGatherMatmul) {
+  if (op == Op::AllGatherMatmul || op == Op::GroupedMatmul) {
     refuse("op", to_string(op), "one whose kernels send tiles");
   }
   KernelFacts facts = entry.facts;
   facts.op = op;
-  add({facts, nullptr, &entry});
+  add({facts, nullptr, &entry, nullptr});
+}
+
+void KernelRegistry::add(GroupedEntry const& entry) {
+  KernelFacts facts = entry.facts;
+  facts.op = Op::GroupedMatmul;
+  add({facts, nullptr, nullptr, &entry});
 }
 
 void KernelRegistry::add(Kernel const& kernel) {
@@ -54,6 +60,11 @@ KernelEntry const* KernelRegistry::find_matmul(KernelKey const& key) const {
 ScatterEntry const* KernelRegistry::find_scatter(KernelKey const& key) const {
   Kernel const* const found = find(key);
   return found == nullptr ? nullptr : found->scatter;
+}
+
+GroupedEntry const* KernelRegistry::find_grouped(KernelKey const& key) const {
+  Kernel const* const found = find(key);
+  return found == nullptr ? nullptr : found->grouped;
 }
 
 std::vector<KernelFacts> KernelRegistry::facts() const {
@@ -96,6 +107,7 @@ KernelRegistry& kernel_registry() {
     for (std::size_t i = 0; i < kLaggedCount; ++i) {
       made->add(Op::MatmulAllReduce, *kLaggedTable[i]);
     }
+    for (std::size_t i = 0; i < kGroupedCount; ++i) made->add(*kGroupedTable[i]);
     return made;
   }();
   return *registry;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "agmm/problem.hpp"
+#include "gemm/grouped_entry.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/scatter_entry.hpp"
 #include "ops/call_fields.hpp"
@@ -39,10 +40,12 @@ class KernelRegistry {
   /// with the same key, or the entry is not of that op.
   void add(KernelEntry const& entry);
   void add(Op op, ScatterEntry const& entry);
+  void add(GroupedEntry const& entry);
 
   /// Return the kernel with this key, or null where there is none.
   KernelEntry const* find_matmul(KernelKey const& key) const;
   ScatterEntry const* find_scatter(KernelKey const& key) const;
+  GroupedEntry const* find_grouped(KernelKey const& key) const;
 
   /// What the kernels can do, in the order in which they were added.
   std::vector<KernelFacts> facts() const;
@@ -55,7 +58,8 @@ class KernelRegistry {
   struct Kernel {
     KernelFacts facts;
     KernelEntry const* matmul;    // of all-gather + matmul
-    ScatterEntry const* scatter;  // of the other ops
+    ScatterEntry const* scatter;  // of the ops that send tiles
+    GroupedEntry const* grouped;  // of grouped matmuls
   };
   struct Hash {
     std::size_t operator()(KernelKey const& key) const { return hash_of_fields(key); }

@@ -10,9 +10,11 @@ namespace agmm {
 
 /// The barriers that agmm uses: from 8 on, which CUTLASS's kernels leave to others
 /// (cutlass::arch::ReservedNamedBarriers). A CTA that only pushes has no tile, and none of
-/// CUTLASS's barriers.
+/// CUTLASS's barriers; nor has a grouped matmul, whose consumers stage their results.
 enum class NamedBarrier : int {
   kTailCopied = 1,
+  kStagedByFirst = 2,
+  kStagedBySecond = 3,
   kSplitK = 8,
   kFirstItemClaimed = 9,
   kFirstItemCopied = 10,

@@ -58,4 +58,16 @@ CUTLASS_DEVICE void tensor_load(void* to, void const* descriptor, int32_t x, int
       : "memory");
 }
 
+/// Loads the box that begins at (x, y) of matrix z of several.
+CUTLASS_DEVICE void tensor_load_of(void* to, void const* descriptor, int32_t x, int32_t y,
+                                   int32_t z, uint64_t* barrier) {
+  auto const at = uint32_t(__cvta_generic_to_shared(to));
+  auto const completes = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(at),
+      "l"(descriptor), "r"(x), "r"(y), "r"(z), "r"(completes)
+      : "memory");
+}
+
 }  // namespace agmm

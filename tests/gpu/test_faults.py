@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import collectives_stand_in
+import grouped_work
 import pytest
 import scatter_gpu_work
 import scatter_stand_in
@@ -166,3 +167,11 @@ def test_ranks_find_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -
     work = scatter_gpu_work.stress
     with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
         _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "scatters")
+
+
+@pytest.mark.skipif(
+    _core.fault != "no_wait" or not grouped_work.PLAIN,
+    reason="found no kernel of grouped matmuls whose loads await no rows",
+)
+def test_rows_that_come_late_find_a_grouped_matmul_that_does_not_wait() -> None:
+    assert any(grouped_work.faults_of_late_rows(kernel) for kernel in grouped_work.PLAIN)

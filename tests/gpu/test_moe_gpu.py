@@ -14,7 +14,7 @@ from agmm.testing.ranks import RankError, RankPool
 pytestmark = [needs_two, needs_nccl]
 SKEWS = ("even", "zipf", "one", "none", "drops")
 REASON = (
-    "experts: found device cuda, wanted cpu: no kernel of this build takes rows that are grouped "
+    "experts: found device cuda, wanted cpu: no kernel of this build moves rows that are grouped "
     "by expert; strict=True refuses the unfused path"
 )
 

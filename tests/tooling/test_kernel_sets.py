@@ -31,7 +31,8 @@ agmm_generate_kernels({kernels} "{directory}" sources)
 message(STATUS "${{sources}}")
 """
 ENTRY = re.compile(
-    r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged)_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
+    r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged|grouped)"
+    r"_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
     r"(?P<timed>_timed)?(_(?P<accumulation>fast|slow|block|block1x128))?"
     r"(_(?P<epilogue>activation|gate))?"
     r"_(?P<dtype>bf16|fp16|e\dm\d(_e\dm\d)?)_(?P<layout>row|col)"
@@ -79,6 +80,12 @@ class Entry:
                 ("layout", schedule, self.layout),
                 ("CTAs that share A", config.cluster_n > 1),
                 ("several MMAs", config.tile_n > 64),
+            }
+        if self.op == "grouped":  # as is theirs
+            return {
+                ("dtypes", self.op, self.dtype),
+                ("layout", self.op, self.epilogue, self.layout),
+                ("clusters", self.op, schedule, config.cluster_n),
             }
         # In a swapped kernel the tile's rows are columns of the MMA.
         rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
@@ -248,6 +255,7 @@ RIGHT = {
 }
 FP8: dict[str, Any] = {"formats": ["e4m3"], "b_layouts": ["column"], "tile": "128x256x128"}
 STREAMING: dict[str, Any] = {"schedule": "streaming", "tile": "8x64x128", "cluster": "1x2"}
+GROUPED: dict[str, Any] = {"op": "grouped_matmul", "swapped": True, "cluster": "1x2"}
 DEFAULTS = json.loads(kernel_table.TABLE.read_text())["defaults"]
 
 
@@ -292,6 +300,11 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
             STREAMING | {"formats": ["e4m3"], "b_layouts": ["column"]},
             "formats: .*, wanted those of 16",
         ),
+        (GROUPED | {"swapped": False}, "swapped: found False, wanted true with grouped_matmul"),
+        (GROUPED | {"cluster": "2x1"}, "cluster: found '2x1', wanted 1x1 or 1x2 with grouped_"),
+        (GROUPED | {"tile": "72x128x64"}, "tile: found '72x128x64', wanted multiples of 64 rows"),
+        (GROUPED | {"epilogue": "activation"}, "epilogue: .*, wanted plain or gate with grouped"),
+        (GROUPED | {"timed": True}, "formats: .*, wanted operands of 16 bits, not timed, with gr"),
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
         ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain, activation, gate"),
         ({"epilogue": "gate", "timed": True}, "epilogue: found 'gate', wanted plain but for all_"),

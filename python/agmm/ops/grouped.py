@@ -99,7 +99,7 @@ class GroupedCall(OpCall[Result]):
         if self.device.type == "cpu":
             return None
         return (
-            f"experts: found device {self.device.type}, wanted cpu: no kernel of this build takes "
+            f"experts: found device {self.device.type}, wanted cpu: no kernel of this build moves "
             "rows that are grouped by expert"
         )
 

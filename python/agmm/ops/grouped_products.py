@@ -1,5 +1,6 @@
 """Products of rows that are grouped by expert, without an exchange: on the CPU expert by expert, on
-a GPU by torch's grouped matmul, or as one batch where that does not take the operands."""
+a GPU by agmm's kernel; else by torch's grouped matmul, or as one batch where that does not take the
+operands."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from agmm.ops import grouped_kernel
 from agmm.ops.checks import check_no_backward
 from agmm.ops.library import define
 from agmm.runtime.cpu_gather import Products
@@ -53,8 +55,11 @@ def products(
         offsets: [experts + 1], as in `Routing`.
     """
     if rows.device.type != "cpu":
+        gated = grouped_kernel.gated(rows, weights, biases, offsets, epilogue)
+        if gated is not None:
+            return [gated]
         found = [
-            products_by_torch(rows, weight, bias, offsets)
+            _on_gpu(rows, weight, bias, offsets)
             for weight, bias in zip(weights, biases, strict=True)
         ]
         return found if epilogue is None else epilogue.composed(found)
@@ -85,9 +90,9 @@ def wide_sums(
     zeros behind the last expert's rows. On a GPU each product is rounded to the rows' dtype."""
     wide = sum_dtype(rows[0].dtype)
     if rows[0].device.type != "cpu":
-        total = products_by_torch(rows[0], weights[0], bias, offsets).to(wide)
+        total = _on_gpu(rows[0], weights[0], bias, offsets).to(wide)
         for one, weight in zip(rows[1:], weights[1:], strict=True):
-            total.add_(products_by_torch(one, weight, None, offsets))
+            total.add_(_on_gpu(one, weight, None, offsets))
         return total
     total = rows[0].new_zeros(rows[0].shape[0], weights[0].shape[2], dtype=wide)
     for expert, segment in _segments(offsets):
@@ -97,6 +102,16 @@ def wide_sums(
         for one, weight in zip(rows, weights, strict=True):
             out += torch.mm(one[segment].to(wide), weight[expert].to(wide))
     return total
+
+
+def _on_gpu(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor
+) -> torch.Tensor:
+    """The products of each expert's rows, by the kernel if there is one for the operands."""
+    config = grouped_kernel.config_of(rows, [weight])
+    if config is None:
+        return products_by_torch(rows, weight, bias, offsets)
+    return grouped_kernel.run(config, rows, [weight], [bias], offsets)
 
 
 def products_by_torch(

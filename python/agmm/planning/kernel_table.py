@@ -17,10 +17,11 @@ from typing import Any
 TABLE = Path(__file__).with_name("kernels.json")
 SETS = ("minimal", "ci", "default", "all")
 """The values of AGMM_KERNELS. Each but ``ci`` holds the one before it."""
-GATHER, SCATTER, ALL_REDUCE = OPS = (
+GATHER, SCATTER, ALL_REDUCE, GROUPED = OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "grouped_matmul",
 )
 FORMATS_OF_16_BITS = ("bf16", "fp16")
 FP8_FORMATS = ("e4m3", "e4m3_e5m2", "e5m2_e4m3")
@@ -45,6 +46,8 @@ _COLUMNS_OF_HALVES = 128
 """The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
 _STREAMED_K = 128
 """The K of a tile of a streaming kernel (`agmm::kStreamedK`)."""
+_ROWS_OF_GROUPED = 64
+"""The step of a grouped tile's rows, of which it can leave out quarters (`agmm::kTileQuarters`)."""
 _MOST_CHARACTERS = 60
 """The most characters of a row that a message shows."""
 
@@ -186,9 +189,11 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
         yield "timed", "false with fp8"
     if not row.is_fp8 and row.accumulation != "fast":
         yield "accumulation", "fast with operands of 16 bits"
-    if row.op != GATHER and row.swapped:
+    if row.op == GROUPED:
+        yield from _against_grouped(row)
+    elif row.op != GATHER and row.swapped:
         yield "swapped", f"false with {row.op}"
-    if row.epilogue != "plain":
+    if row.epilogue != "plain" and row.op != GROUPED:
         if row.op != GATHER or row.is_fp8 or row.timed:
             yield "epilogue", f"plain but for {GATHER} of operands of 16 bits, not timed"
         if row.epilogue == "gate" and (row.swapped or row.cluster[1] != 1):
@@ -203,6 +208,21 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     holders = {"all", *(("default",) if "minimal" in row.sets else ())}
     if not holders <= set(row.sets):
         yield "sets", f"{' and '.join(sorted(holders))} among them, which hold the others"
+
+
+def _against_grouped(row: KernelRow) -> Iterator[tuple[str, str]]:
+    """The fields that do not go with a grouped matmul, and what they want."""
+    if not row.swapped:
+        yield "swapped", f"true with {GROUPED}"
+    if row.is_fp8 or row.timed:
+        yield "formats", f"operands of 16 bits, not timed, with {GROUPED}"
+    if row.epilogue not in ("plain", "gate"):
+        yield "epilogue", f"plain or gate with {GROUPED}"
+    parts = (2 if row.schedule == "cooperative" else 1) * (2 if row.epilogue == "gate" else 1)
+    if row.tile[0] % _ROWS_OF_GROUPED or row.tile[1] % (64 * parts) or row.tile[2] != 64:
+        yield "tile", f"multiples of 64 rows and {64 * parts} columns, and 64 of K, with {GROUPED}"
+    if row.cluster[0] != 1:
+        yield "cluster", f"1x1 or 1x2 with {GROUPED}"
 
 
 def _against_streaming(row: KernelRow) -> Iterator[tuple[str, str]]:

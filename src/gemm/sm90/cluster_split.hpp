@@ -139,8 +139,8 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
                                           sum[4 * i + 3]};
   }
   stress_delay_warp(rank);
-  cluster_arrive();
-  cluster_wait();
+  cute::cluster_arrive();
+  cute::cluster_wait();
   stress_delay_warp(rank);
 
   // The lane's place in a unit. Of the two columns of the MMA that it has, it stores one, for two
@@ -198,7 +198,7 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
     }
   }
   cluster_arrive_relaxed();
-  cluster_wait();
+  cute::cluster_wait();
 }
 
 }  // namespace agmm

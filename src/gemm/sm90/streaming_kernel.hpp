@@ -351,17 +351,6 @@ struct StreamingKernel {
     finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
   }
 
-  /// The descriptor by which wgmma finds 16 columns of K of 64 columns of B, or of the rows of A,
-  /// in a slab: the format of PTX, for swizzles of 128 bytes, whose atoms of 8 rows follow one
-  /// another.
-  CUTLASS_DEVICE static uint64_t wgmma_descriptor(uint8_t const* at) {
-    constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-    constexpr uint64_t kAtomStride = uint64_t(8 * kRowBytes / 16) << 32;
-    constexpr uint64_t kUnused = uint64_t(1) << 16;
-    uint64_t const address = uint32_t(__cvta_generic_to_shared(at)) / 16;
-    return kSwizzle128 | kAtomStride | kUnused | address;
-  }
-
   using Sums = float[kAtoms][kTileM / 2];
 
   CUTLASS_DEVICE static void fence(Sums& sums) {

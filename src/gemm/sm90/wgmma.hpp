@@ -36,6 +36,17 @@ struct Wgmma {
   CUTLASS_HOST_DEVICE static void fma(float (&sum)[kFloats], uint64_t a, uint64_t b, int32_t adds);
 };
 
+/// The descriptor by which a wgmma finds 16 columns of K of an operand in rows of 128 bytes: the
+/// format of PTX, for swizzles of 128 bytes, whose atoms of 8 rows follow one another. An operand
+/// whose neighbours do not lie along K has 64 of them in a row.
+CUTLASS_DEVICE uint64_t wgmma_descriptor(uint8_t const* at) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+  constexpr uint64_t kAtomStride = uint64_t(8 * 128 / 16) << 32;
+  constexpr uint64_t kUnused = uint64_t(1) << 16;
+  uint64_t const address = uint32_t(__cvta_generic_to_shared(at)) / 16;
+  return kSwizzle128 | kAtomStride | kUnused | address;
+}
+
 /// Where the sums of a thread lie in an MMA of a tile that begins at its warpgroups' first row: the
 /// first one's row and column. The i-th is 8 * (i / 2 % 2) rows and 8 * (i / 4) + i % 2 columns
 /// further.

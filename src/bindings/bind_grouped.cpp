@@ -1,0 +1,124 @@
+// This file binds grouped matmuls, and the order of their tiles.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "agmm/grouped_matmul.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/formats.hpp"
+#include "order/grouped_tiles.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::ExpertWeight;
+using agmm::GroupedMatmul;
+
+/// A RowArrival in Python: addresses of `arrived` and `begins`, sources, the first source, rank.
+using ArrivalTuple = std::tuple<uintptr_t, uintptr_t, int, int, int>;
+
+/// An expert's weight in Python: address, leading dimension, stride of experts, address of the
+/// bias.
+using WeightTuple = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t>;
+
+ExpertWeight weight_of(WeightTuple const& given) {
+  auto const [b, ldb, expert_stride, bias] = given;
+  return {agmm::pointer<void const>(b), ldb, expert_stride, agmm::pointer<void const>(bias)};
+}
+
+void grouped_matmul(agmm::KernelConfig const& config, agmm::DType dtype, bool column_major,
+                    std::string const& activation, std::tuple<int, int, int, int> const& sizes,
+                    uintptr_t a, int64_t lda, uintptr_t offsets,
+                    std::vector<WeightTuple> const& weights, uintptr_t out, int sm_count,
+                    uintptr_t stream, std::optional<ArrivalTuple> const& arrival) {
+  agmm::NamedEpilogue const named(activation);
+  if (weights.size() != std::size_t(agmm::columns_per_out(named.epilogue))) {
+    throw std::invalid_argument("weights: found " + std::to_string(weights.size()) + ", wanted " +
+                                std::to_string(agmm::columns_per_out(named.epilogue)));
+  }
+  GroupedMatmul args;
+  args.shape = config.shape;
+  args.dtype = dtype;
+  args.b_layout = agmm::layout(column_major);
+  args.epilogue = named.epilogue;
+  args.activation = named.activation;
+  std::tie(args.rows, args.out_columns, args.k, args.experts) = sizes;
+  args.a = agmm::pointer<void const>(a);
+  args.lda = lda;
+  args.offsets = agmm::pointer<int32_t const>(offsets);
+  args.weight = weight_of(weights[0]);
+  if (weights.size() == 2) args.up = weight_of(weights[1]);
+  args.out = agmm::pointer<void>(out);
+  args.sm_count = sm_count;
+  if (arrival) {
+    auto const [arrived, begins, sources, first_source, rank] = *arrival;
+    args.arrival = {agmm::pointer<uint32_t const>(arrived),
+                    agmm::pointer<int32_t const>(begins),
+                    sources,
+                    first_source,
+                    rank,
+                    agmm::limit_ns()};
+  }
+  agmm::grouped_matmul(args, agmm::pointer<void>(stream));
+}
+
+/// What the kernel's warps do with the offsets, in the order of the blocks.
+std::vector<std::tuple<int, int, int, int, int, int>> grouped_blocks(
+    std::vector<int32_t> const& offsets, int rows, int columns, int tile_rows, int block_columns,
+    std::vector<int32_t> const& first_rows) {
+  if (!first_rows.empty() && first_rows.size() + 1 != offsets.size()) {
+    throw std::invalid_argument("first_rows: found " + std::to_string(first_rows.size()) +
+                                ", wanted one for each expert");
+  }
+  if (offsets.empty() || tile_rows < agmm::kTileQuarters || block_columns < 1 || columns < 1) {
+    throw std::invalid_argument("offsets: found sizes of nothing, wanted positive ones");
+  }
+  auto const experts = int32_t(offsets.size()) - 1;
+  agmm::GroupedOrder const order(rows, experts, columns, tile_rows, block_columns);
+  std::vector<int32_t> first_block(1, 0);
+  for (int32_t i = 0; i < experts; ++i) {
+    first_block.push_back(first_block.back() +
+                          order.blocks_of_expert(order.rows_of_expert(offsets[i], offsets[i + 1])));
+  }
+  std::vector<std::tuple<int, int, int, int, int, int>> found;
+  for (int32_t number = 0; number < first_block.back(); ++number) {
+    int32_t const expert = agmm::expert_of_block(first_block.data(), experts, number);
+    agmm::GroupedBlock const block = order.block_of_expert(
+        expert, order.rows_of_expert(offsets[expert], offsets[expert + 1]),
+        number - first_block[expert], first_rows.empty() ? 0 : first_rows[expert]);
+    found.emplace_back(block.expert, block.rows.rows.begin, block.rows.rows.end,
+                       block.rows.first_row, block.rows.quarters, block.column_block);
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_grouped(py::module_& m) {
+  m.attr("MOST_EXPERTS") = agmm::kMostExperts;
+  m.def(
+      "grouped_matmul", &grouped_matmul, py::arg("config"), py::arg("dtype"),
+      py::arg("column_major"), py::arg("activation"), py::arg("sizes"), py::arg("a"),
+      py::arg("lda"), py::arg("offsets"), py::arg("weights"), py::arg("out"), py::arg("sm_count"),
+      py::arg("stream"), py::arg("arrival") = py::none(), py::call_guard<py::gil_scoped_release>(),
+      "Enqueues the products of rows that are grouped by expert, each expert's with its own "
+      "matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the "
+      "gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading "
+      "dimension, elements from an expert to the next, and the address of the biases or 0. "
+      "arrival: where rows of A are still on their way, the addresses of the counts of those that "
+      "have come and of the sources' first rows, the sources, the one that comes first, and this "
+      "rank.");
+  m.def("grouped_blocks", &grouped_blocks, py::arg("offsets"), py::arg("rows"), py::arg("columns"),
+        py::arg("tile_rows"), py::arg("block_columns"),
+        py::arg("first_rows") = std::vector<int32_t>{},
+        "The blocks of a grouped matmul in their order: expert, its rows from begin to end, the "
+        "first row that is loaded, how many quarters of the tile are, and the block of columns. "
+        "first_rows: for each expert a row of the tile that comes first.");
+}
