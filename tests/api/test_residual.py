@@ -1,9 +1,9 @@
-"""The residual of a sum over the ranks: its rounding, refusals, and what becomes of it on CUDA,
-where no kernel adds it."""
+"""The residual of a sum over the ranks: its rounding, refusals, and what kernels are handed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.errors import InvalidArgument, Unsupported, forget_warnings
+from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import KERNEL, Route, serve
-from agmm.ops.plain_all_reduce import PlainAllReduce
-from agmm.ops.plain_scatter import PlainScatter
+from agmm.ops.plain_all_reduce import PlainAllReduce, _Load
+from agmm.ops.plain_scatter import Copying, PlainScatter, _Copied
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.sums import SumCall
 from agmm.planning.problems import KernelConfig
@@ -100,30 +100,57 @@ def _cuda_calls() -> list[SumCall]:
     ]
 
 
+def _of_kernel(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a kernel computes on one rank."""
+    assert residual is not None
+    assert bias is None
+    return As[0] @ Bs[0] + residual
+
+
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("which", [0, 1])
-def test_torch_adds_it_behind_a_kernel(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_warnings()
+def test_a_kernel_adds_it(which: int, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m")
     plan = mock.Mock(kernel=kernel, sm_count=132)
     for module in ("plain_scatter", "plain_all_reduce"):
-        monkeypatch.setattr(
-            f"agmm.ops.{module}.call_with", lambda *_, **__: lambda As, Bs, bias: As[0] @ Bs[0]
-        )
+        monkeypatch.setattr(f"agmm.ops.{module}.call_with", lambda *_, **__: _of_kernel)
     call = _cuda_calls()[which]
     call.device = torch.device("cuda", 0)
+    call.strict = strict
     monkeypatch.setattr(type(call), "route", lambda _: Route(KERNEL, plan=plan))
-    message = "agmm computes a part behind the kernel: residual: found one, wanted None: no kernel"
-    with pytest.warns(UserWarning, match=message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         torch.testing.assert_close(serve(call), A @ B + RESIDUAL)
-    noted = [one for one in agmm.status().calls if one.by == "agmm's kernel, then torch's ops"]
+    noted = [one for one in agmm.status().calls if one.by == "agmm's kernel"]
     assert any(one.residual and one.op == call.op for one in noted)
     ready = call.prepare(call.route())
     kept = call.to_keep(ready, ready(*call.operands()))
     torch.testing.assert_close(kept(*call.operands()), A @ B + RESIDUAL)  # type: ignore[misc]
-    call.strict = True
-    with pytest.raises(Unsupported, match=r"^residual: found one, wanted None: .*; strict"):
-        serve(call)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scatter_hands_over_what_its_kernel_adds(dim: int) -> None:
+    """The scattered dimension comes first, of A, residual and sum."""
+    given = torch.randn(4, 6, 16), torch.randn(4, 6, 8)
+    called = _Copied(Copying(dim, column_major=False), _of_kernel)  # type: ignore[arg-type]
+    found = called([given[0]], [B], None, given[1])
+    torch.testing.assert_close(found, given[0] @ B + given[1])
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 0), (1, 0), (1, 1), (3, 2)])
+def test_an_all_reduce_hands_over_the_rows_of_its_rank(rank: int, missing: int) -> None:
+    rows, size = 8 - missing, 4
+    given, residual = torch.randn(rows, 1, 16), torch.randn(rows, 1, 8)
+    (A_,), _, _, part = _Load(None, missing, rank, size)(given, B, None, residual)
+    assert A_.shape == (8, 16)
+    wanted = torch.cat([residual[:, 0], torch.zeros(missing, 8)]).chunk(size)[rank]
+    torch.testing.assert_close(part, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("group")
