@@ -15,8 +15,8 @@ import torch.distributed as dist
 import agmm
 from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import KERNEL, Route, serve
-from agmm.ops.plain_all_reduce import PlainAllReduce, _Load
-from agmm.ops.plain_scatter import Copying, PlainScatter, _Copied
+from agmm.ops.plain_all_reduce import PlainAllReduce
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.sums import SumCall
 from agmm.planning.problems import KernelConfig
@@ -134,23 +134,21 @@ def test_a_kernel_adds_it(which: int, strict: bool, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(kept(*call.operands()), A @ B + RESIDUAL)  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_scatter_hands_over_what_its_kernel_adds(dim: int) -> None:
+def test_a_scatter_hands_over_what_its_kernel_adds(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scattered dimension comes first, of A, residual and sum."""
+    monkeypatch.setattr("agmm.ops.plain_scatter.call_with", lambda *_: _of_kernel)
+    world = dist.group.WORLD
+    assert world is not None
     given = torch.randn(4, 6, 16), torch.randn(4, 6, 8)
-    called = _Copied(Copying(dim, column_major=False), _of_kernel)  # type: ignore[arg-type]
-    found = called([given[0]], [B], None, given[1])
-    torch.testing.assert_close(found, given[0] @ B + given[1])
-
-
-@pytest.mark.parametrize(("rank", "missing"), [(0, 0), (1, 0), (1, 1), (3, 2)])
-def test_an_all_reduce_hands_over_the_rows_of_its_rank(rank: int, missing: int) -> None:
-    rows, size = 8 - missing, 4
-    given, residual = torch.randn(rows, 1, 16), torch.randn(rows, 1, 8)
-    (A_,), _, _, part = _Load(None, missing, rank, size)(given, B, None, residual)
-    assert A_.shape == (8, 16)
-    wanted = torch.cat([residual[:, 0], torch.zeros(missing, 8)]).chunk(size)[rank]
-    torch.testing.assert_close(part, wanted, rtol=0, atol=0)
+    call = PlainScatter(
+        [given[0]], [B], None, world, ScatterSettings(scatter_dim=dim), residual=given[1]
+    )
+    ready = call.ready_on_cuda(KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m"))
+    torch.testing.assert_close(ready(*call.operands()), given[0] @ B + given[1])
 
 
 @pytest.mark.usefixtures("group")
