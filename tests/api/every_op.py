@@ -431,7 +431,7 @@ def _fp8_gathers(make: _Maker) -> Iterator[Call]:
         plain = {"A_shard": make.numbers(*shard, K), "B": make.numbers(K, N)}
         settings = dim | {"quantize_out": quantize_out}
         if quantize_out == "tensorwise":
-            settings["scale_out"] = make.scales()
+            plain["scale_out"] = make.scales()
         yield Call("agmm.all_gather_matmul", plain, settings, flops // 2, False)
 
     def operands(names: str, *, is_rowwise: bool = True, result_scale: bool = False) -> Any:

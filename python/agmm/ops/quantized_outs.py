@@ -11,6 +11,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_no_backward, check_operand
 from agmm.ops.quantize import KINDS, quantised
 from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.runtime.results import reshaped
 from agmm.runtime.scaling import ALL, BY_NAME
 
 _FP8 = torch.float8_e4m3fn
@@ -63,7 +64,7 @@ def checked(
         )
     tensors = [
         (name, one)
-        for name, given in (operands or {}).items()
+        for name, given in {**(operands or {}), "scale_out": scale_out}.items()
         for one in (given if isinstance(given, (list, tuple)) else (given,))
         if isinstance(one, torch.Tensor)
     ]
@@ -88,5 +89,5 @@ def quantised_outs(found: Any, quantize_out: str, scale_out: torch.Tensor | None
         amax = scale_out.reshape(1, 1) * torch.finfo(_FP8).max
     values, scale = quantised(found.flatten(0, -2), tile, _FP8, amax=amax)
     if tile[0] != ALL:
-        scale = scale.view(*found.shape[:-1], scale.shape[-1])
-    return values.view(found.shape), scale
+        scale = reshaped(scale, (*found.shape[:-1], scale.shape[-1]))
+    return reshaped(values, found.shape), scale
