@@ -35,8 +35,11 @@ struct MatmulScatter {
   BLayout b_layout = BLayout::ColumnMajor;
   std::vector<Product> products;  // out is their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
-  void* out = nullptr;            // [rows / w, out_columns()]; of an all-reduce [rows, ...]
-  bool is_average = false;        // the sum is multiplied by 1 / w, before the bias
+  /// [rows / w, n], this rank's rows of what is added to the sum, of an all-reduce too; in the
+  /// dtype of out; or null. Operands of 16 bits alone have it.
+  void const* residual = nullptr;
+  void* out = nullptr;      // [rows / w, out_columns()]; of an all-reduce [rows, ...]
+  bool is_average = false;  // the sum is multiplied by 1 / w, before the bias
   /// The number of multiprocessors that the order of an all-reduce's tiles is made for, the same on
   /// all ranks. Where it is not 0 the call is an all-reduce: every rank gets all rows, with the
   /// same bits.
@@ -57,8 +60,9 @@ struct MatmulScatter {
 ///
 /// A partial sum travels rounded once to the dtype of out; one of fp8 products is scaled first. An
 /// owner adds the others' partial sums to its own float32 sum, from the rank before it backwards
-/// around the ring, then the bias, and rounds once. So a config always gives the same bits; another
-/// may give others. Where a config splits K, all splits of all tiles have to be one wave of CTAs.
+/// around the ring, then the residual, then the bias, and rounds once. So a config always gives the
+/// same bits; another may give others. Where a config splits K, all splits of all tiles have to be
+/// one wave of CTAs.
 ///
 /// In an all-reduce a rank computes its own rows a fixed lag behind the other ranks' rows. It sends
 /// its rows, once they are finished, to all ranks while the matmul goes on.

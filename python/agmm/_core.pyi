@@ -599,7 +599,7 @@ class CudaScatterWorkspace:
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues the matmuls, whose kernels send. addresses: the addresses of A, B, scale_a and scale_b of each product in turn, then of bias and out; 0 where there is none. tile_times: the address for SCATTER_TIMES_BYTES for each launch and each tile of each rank, or 0. Returns whether the stream is being captured.
+        Enqueues the matmuls, whose kernels send. addresses: the addresses of A, B, scale_a and scale_b of each product in turn, then of bias, residual and out; 0 where there is none. tile_times: the address for SCATTER_TIMES_BYTES for each launch and each tile of each rank, or 0. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """

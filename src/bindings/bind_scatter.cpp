@@ -70,7 +70,7 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScatterProblem& p
                            const std::vector<uintptr_t>& addresses, uintptr_t stream,
                            uintptr_t tile_times) {
   agmm::MatmulScatter call = problem.call;
-  Addresses at(addresses, 4 * call.products.size() + 2);
+  Addresses at(addresses, 4 * call.products.size() + 3);
   for (agmm::Product& product : call.products) {
     product.a = at.next<void>();
     product.b = at.next<void>();
@@ -78,6 +78,7 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScatterProblem& p
     product.scales.b = at.next<float>();
   }
   call.bias = at.next<void>();
+  call.residual = at.next<void>();
   call.out = at.next<void>();
   call.limit_ns = limit_ns();
   call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
@@ -173,7 +174,8 @@ void bind_scatter(py::module_& m) {
            py::arg("addresses"), py::arg("stream"), py::arg("tile_times") = 0,
            py::call_guard<py::gil_scoped_release>(),
            "Enqueues the matmuls, whose kernels send. addresses: the addresses of A, B, scale_a "
-           "and scale_b of each product in turn, then of bias and out; 0 where there is none. "
+           "and scale_b of each product in turn, then of bias, residual and out; 0 where there is "
+           "none. "
            "tile_times: the address for SCATTER_TIMES_BYTES for each launch and each tile of each "
            "rank, or 0. Returns whether the stream is being captured.");
   m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);

@@ -21,8 +21,9 @@ struct ScatterSpec {
   Product products[kMaxProducts]{};
   int32_t product_count = 1;
   Accumulation accumulation = Accumulation::Fast;
-  void const* bias = nullptr;  // [n] or null
-  void* out = nullptr;         // [rows of a chunk, out_columns()], where this launch's rows begin
+  void const* bias = nullptr;      // [n] or null
+  void const* residual = nullptr;  // as out, or null
+  void* out = nullptr;  // [rows of a chunk, out_columns()], where this launch's rows begin
   TilePushArgs push{};
   int32_t sm_count = 0;
   void* split_scratch = nullptr;       // as AsyncInputArgs::split_scratch

@@ -112,6 +112,10 @@ ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t
   }
   require_aligned("out", call.out);
   if (call.bias != nullptr) require_aligned("bias", call.bias);
+  if (call.residual != nullptr) {
+    require_aligned("residual", call.residual);
+    if (is_fp8(call.dtype)) refuse("residual", "one of fp8 operands", "none");
+  }
   ScatterEntry const* const kernel = find_kernel(call);
   if (kernel == nullptr) {
     refuse("config",
@@ -329,6 +333,9 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.epilogue = call.epilogue;
     std::size_t const row_bytes = std::size_t(spec.out_columns()) * 2;
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * row_bytes;
+    if (call.residual != nullptr) {
+      spec.residual = static_cast<char const*>(call.residual) + std::size_t(row) * row_bytes;
+    }
     if (is_all_reduce(call)) {
       spec.out_of_all = spec.out;
       spec.out =

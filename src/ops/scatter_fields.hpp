@@ -7,7 +7,7 @@
 namespace agmm {
 
 AGMM_FIELDS(Product, a, lda, b, ldb, k, scales);
-AGMM_FIELDS(MatmulScatter, rows, n, dtype, b_layout, products, bias, out, is_average,
+AGMM_FIELDS(MatmulScatter, rows, n, dtype, b_layout, products, bias, residual, out, is_average,
             all_reduce_sms, accumulation, config, limit_ns, tile_times, epilogue);
 
 }  // namespace agmm

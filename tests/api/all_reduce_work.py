@@ -100,7 +100,8 @@ def products(
 
 def by_kernels(world_size: int, bias: bool) -> list[str] | None:
     """Faults of calls as on GPUs, for whose kernels the CPU backend stands in: as planned by one
-    kernel, by a scatter and a gather, or unfused; the first call, and the one that is kept."""
+    kernel, by a scatter and a gather, or unfused; the first call, and the one that is kept. Beside
+    a bias stands a residual."""
     group = _group(world_size)
     if group is None:
         return None
@@ -111,12 +112,18 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
     def call_with(found: KernelConfig, *_: Any, all_reduce_sms: int = 0) -> Callable[..., Any]:
         assert found == kernel and all_reduce_sms in (0, 132)
 
-        def made(As: Any, Bs: Any, bias: Any) -> torch.Tensor:
+        def made(As: Any, Bs: Any, bias: Any, residual: Any) -> torch.Tensor:
             words = Call("matmul_all_reduce", A=As, B=Bs)
             called.append("lagged" if all_reduce_sms else "scatter")
             if all_reduce_sms:
-                return cpu_workspace(group).matmul_all_reduce(As[0], Bs[0], bias, words)
-            return PlainScatter(As, Bs, bias, group, ScatterSettings()).by_cpu(words)
+                found = cpu_workspace(group).matmul_all_reduce(As[0], Bs[0], bias, words)
+                if residual is not None:  # of which a kernel sends the sum
+                    shards = [torch.empty_like(residual) for _ in range(world_size)]
+                    dist.all_gather(shards, residual, group)
+                    found += torch.cat(shards)
+                return found
+            scatter = PlainScatter(As, Bs, bias, group, ScatterSettings(), residual=residual)
+            return scatter.by_cpu(words)
 
         return made
 
@@ -132,7 +139,8 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
             torch.randint(-8, 9, size, generator=generator).float() for size in ((rows, 6), (6, 4))
         )
         b = torch.arange(4.0) if bias else None
-        wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
+        residual = A[:, None, :4].clone() if bias else None
+        wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b + A[:, :4])
         ways: list[tuple[str, bool]] = [
             ("lagged", False),
             ("lagged", True),
@@ -152,8 +160,10 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
                 mock.patch.object(small_collectives, "gather", gather),
                 mock.patch.object(small_collectives, "prepare_again", prepare_again),
             ):
-                given = A.view(-1, 1, 6), (1.0 + rank) * B, b
-                call = plain_all_reduce.PlainAllReduce(*given, group, strict)
+                given: tuple[Any, ...] = A.view(-1, 1, 6), (1.0 + rank) * B, b
+                call = plain_all_reduce.PlainAllReduce(*given, group, strict, residual)
+                if residual is not None:
+                    given = *given, residual
                 call.device = torch.device("cuda", 0)
                 kept.kept_calls.pop(group, None)
                 out = serve(call, "kind")

@@ -432,6 +432,13 @@ def _fp8_gathers(make: _Maker) -> Iterator[Call]:
             settings = dim | {"quantize": quantize, "reduce_amax": reduce_amax}
             yield Call("agmm.all_gather_matmul", plain, settings, flops, False)
 
+    for quantize_out in ("tensorwise", "rowwise", "block"):
+        plain = {"A_shard": make.numbers(*shard, K), "B": make.numbers(K, N)}
+        settings = dim | {"quantize_out": quantize_out}
+        if quantize_out == "tensorwise":
+            plain["scale_out"] = make.scales()
+        yield Call("agmm.all_gather_matmul", plain, settings, flops // 2, False)
+
     def operands(names: str, *, is_rowwise: bool = True, result_scale: bool = False) -> Any:
         A_shard, B, scale_a, scale_b, bias, of_result = names.split()
         return {

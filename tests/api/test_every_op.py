@@ -151,7 +151,7 @@ def test_a_kernels_sum_is_moved_into_no_view(
     assert world is not None
     kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m")
     sums = mock.Mock(
-        side_effect=lambda As, Bs, bias: (As[0] @ Bs[0])[: As[0].shape[0] // 2].clone()
+        side_effect=lambda As, Bs, bias, residual: (As[0] @ Bs[0])[: As[0].shape[0] // 2].clone()
     )
     monkeypatch.setattr(plain_scatter, "call_with", lambda *_, **__: sums)
     A, B = torch.randn(shape), torch.randn(16, 8)

@@ -1,9 +1,9 @@
-"""The residual of a sum over the ranks: its rounding, refusals, and what becomes of it on CUDA,
-where no kernel adds it."""
+"""The residual of a sum over the ranks: its rounding, refusals, and what kernels are handed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.errors import InvalidArgument, Unsupported, forget_warnings
+from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_scatter import PlainScatter
@@ -100,30 +100,55 @@ def _cuda_calls() -> list[SumCall]:
     ]
 
 
+def _of_kernel(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a kernel computes on one rank."""
+    assert residual is not None
+    assert bias is None
+    return As[0] @ Bs[0] + residual
+
+
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("which", [0, 1])
-def test_torch_adds_it_behind_a_kernel(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_warnings()
+def test_a_kernel_adds_it(which: int, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m")
     plan = mock.Mock(kernel=kernel, sm_count=132)
     for module in ("plain_scatter", "plain_all_reduce"):
-        monkeypatch.setattr(
-            f"agmm.ops.{module}.call_with", lambda *_, **__: lambda As, Bs, bias: As[0] @ Bs[0]
-        )
+        monkeypatch.setattr(f"agmm.ops.{module}.call_with", lambda *_, **__: _of_kernel)
     call = _cuda_calls()[which]
     call.device = torch.device("cuda", 0)
+    call.strict = strict
     monkeypatch.setattr(type(call), "route", lambda _: Route(KERNEL, plan=plan))
-    message = "agmm computes a part behind the kernel: residual: found one, wanted None: no kernel"
-    with pytest.warns(UserWarning, match=message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         torch.testing.assert_close(serve(call), A @ B + RESIDUAL)
-    noted = [one for one in agmm.status().calls if one.by == "agmm's kernel, then torch's ops"]
+    noted = [one for one in agmm.status().calls if one.by == "agmm's kernel"]
     assert any(one.residual and one.op == call.op for one in noted)
     ready = call.prepare(call.route())
     kept = call.to_keep(ready, ready(*call.operands()))
     torch.testing.assert_close(kept(*call.operands()), A @ B + RESIDUAL)  # type: ignore[misc]
-    call.strict = True
-    with pytest.raises(Unsupported, match=r"^residual: found one, wanted None: .*; strict"):
-        serve(call)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scatter_hands_over_what_its_kernel_adds(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scattered dimension comes first, of A, residual and sum."""
+    monkeypatch.setattr("agmm.ops.plain_scatter.call_with", lambda *_: _of_kernel)
+    world = dist.group.WORLD
+    assert world is not None
+    given = torch.randn(4, 6, 16), torch.randn(4, 6, 8)
+    call = PlainScatter(
+        [given[0]], [B], None, world, ScatterSettings(scatter_dim=dim), residual=given[1]
+    )
+    ready = call.ready_on_cuda(KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m"))
+    torch.testing.assert_close(ready(*call.operands()), given[0] @ B + given[1])
 
 
 @pytest.mark.usefixtures("group")

@@ -1038,21 +1038,21 @@ def test_what_the_core_gets_of_a_scatter(kind: str, monkeypatch: pytest.MonkeyPa
         kernel,
         is_average=True,
     )
-    out = call([A], [B], None, [of_a], [of_b])
+    out = call([A], [B], None, None, [of_a], [of_b])
     assert out.shape == (1, 3, 48) and out.dtype == torch.bfloat16
     problem, addresses, stream, tile_times = workspace.core.matmul_reduce_scatter.call_args.args
     words = f"A [12, 144] e4m3, B [144, 48] column-major, slow, avg, {CONFIG}"
     assert repr(problem) == f"ScatterProblem({words})"
     tensors = A, B, of_a, of_b
-    assert addresses == [*(tensor.data_ptr() for tensor in tensors), 0, out.data_ptr()]
+    assert addresses == [*(tensor.data_ptr() for tensor in tensors), 0, 0, out.data_ptr()]
     assert (stream, tile_times) == (7, 0)
     assert not workspace.captured
     workspace.core.matmul_reduce_scatter.side_effect = ValueError("A: found 1, wanted 2")
     workspace.refused = mock.Mock(return_value=InvalidArgument("refused"))
     with pytest.raises(InvalidArgument, match=r"^refused$"):
-        call([A], [B], None, [of_a], [of_b])
+        call([A], [B], None, None, [of_a], [of_b])
     assert not workspace.captured
     workspace.core.matmul_reduce_scatter.side_effect = RuntimeError("CUDA")
     with pytest.raises(RuntimeError, match=r"^CUDA$"):
-        call([A], [B], None, [of_a], [of_b])
+        call([A], [B], None, None, [of_a], [of_b])
     assert workspace.captured  # half of it may be in a graph

@@ -54,6 +54,7 @@ def expected(
     scatter_dim: int,
     is_average: bool,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum with the kernel's roundings: the own part is not rounded, the others' are as they
     come."""
@@ -67,6 +68,8 @@ def expected(
         total = part.float() if total is None else total + part.to(dtype).float()
     if is_average:
         total = total * (1 / world_size)
+    if residual is not None:
+        total = total + residual.float()
     if bias is not None:
         total = total + bias.float()
     found: torch.Tensor = total.to(dtype)
@@ -85,7 +88,8 @@ def products(
     column_major: bool = True,
     calls: int = 3,
 ) -> list[str] | None:
-    """Faults, in words. Shapes are (rows of a rank, N, K of each product)."""
+    """Faults, in words. Shapes are (rows of a rank, N, K of each product). Beside a bias stands a
+    residual."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -100,6 +104,11 @@ def products(
             ]
             of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None
             As, Bs = every[rank]
+            residual = None
+            if bias:
+                part = list(rows)
+                part[scatter_dim] = size
+                residual = _whole(*part, n, seed=50 + turn + 100 * rank, dtype=dtype)
             with mock.patch.object(PlainScatter, "by_library", side_effect=AssertionError):
                 out = agmm.matmul_reduce_scatter(
                     As if len(ks) > 1 else As[0],
@@ -108,9 +117,11 @@ def products(
                     scatter_dim=scatter_dim,
                     reduce_op=reduce_op,
                     bias=of_bias,
+                    residual=residual,
                     strict=True,
                 )
-            wanted = expected(world_size, rank, every, scatter_dim, reduce_op == "avg", of_bias)
+            is_average = reduce_op == "avg"
+            wanted = expected(world_size, rank, every, scatter_dim, is_average, of_bias, residual)
             wrong = (out != wanted) | out.isnan()
             if out.shape != wanted.shape or wrong.any():
                 faults.append(f"rank {rank}: {size}, {n}, {ks}, call {turn}: {int(wrong.sum())}")
@@ -122,7 +133,7 @@ def all_reduces(
 ) -> list[str] | None:
     """Faults of `agmm.matmul_all_reduce` by the kernel that sends finished tiles, in words. Shapes
     are (rows in all, N, K). Calls in turn with scatters, and in graphs; all ranks have the same
-    bits."""
+    bits. Beside a bias stands a residual."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -132,6 +143,7 @@ def all_reduces(
     for seed, (rows, n, k) in enumerate(shapes):
         shared = -(-rows // world_size)
         of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None
+        residual = _whole(rows, n, seed=50 + seed, dtype=dtype) if bias else None
         for turn in range(3):
             every = [
                 _operands(r, (rows,), n, (k,), dtype, True, 10 * seed + turn)
@@ -140,21 +152,27 @@ def all_reduces(
             (A,), (B,) = every[rank]
 
             def call(
-                A: torch.Tensor = A, B: torch.Tensor = B, bias: torch.Tensor | None = of_bias
+                A: torch.Tensor = A,
+                B: torch.Tensor = B,
+                bias: torch.Tensor | None = of_bias,
+                residual: torch.Tensor | None = residual,
             ) -> torch.Tensor:
+                settings: Any = {"bias": bias, "residual": residual, "strict": True}
                 with mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan):
-                    return agmm.matmul_all_reduce(A, B, group, bias=bias, strict=True)
+                    return agmm.matmul_all_reduce(A, B, group, **settings)
 
             out = call()
-            padded = [
-                (
-                    [torch.nn.functional.pad(a, (0, 0, 0, shared * world_size - rows)) for a in As],
-                    Bs,
-                )
-                for As, Bs in every
-            ]
+
+            def pad(tensor: torch.Tensor, missing: int = shared * world_size - rows) -> Any:
+                return torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+
+            padded = [([pad(a) for a in As], Bs) for As, Bs in every]
+            parts = [None] * world_size if residual is None else pad(residual).chunk(world_size)
             wanted = torch.cat(
-                [expected(world_size, r, padded, 0, False, of_bias) for r in range(world_size)]
+                [
+                    expected(world_size, r, padded, 0, False, of_bias, part)
+                    for r, part in enumerate(parts)
+                ]
             )[:rows]
             wrong = int((out != wanted).sum())  # NaN too
             if wrong:

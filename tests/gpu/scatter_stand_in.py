@@ -44,6 +44,8 @@ class Products:
     Bs: list[torch.Tensor]
     bias: torch.Tensor | None = None
     is_average: bool = False
+    residual: torch.Tensor | None = None
+    """This rank's rows."""
 
     @property
     def rows(self) -> int:
@@ -70,15 +72,21 @@ def drawn(
     column_major: bool = True,
     bias: bool = False,
     is_average: bool = False,
+    residual_of: int = 0,
 ) -> Products:
-    """Whole numbers, whose products are exact in float32."""
+    """Whole numbers, whose products are exact in float32.
+
+    Args:
+        residual_of: the number of ranks, of which one has its rows of a residual; 0: it has none.
+    """
 
     def whole(*shape: int) -> torch.Tensor:
         return torch.randint(-3, 4, shape, device="cuda").to(dtype)
 
     As = [whole(rows, k) for k in ks]
     Bs = [whole(n, k).t() if column_major else whole(k, n) for k in ks]
-    return Products(As, Bs, whole(n) if bias else None, is_average)
+    residual = whole(rows // residual_of, n) if residual_of else None
+    return Products(As, Bs, whole(n) if bias else None, is_average, residual)
 
 
 def enqueue(
@@ -105,7 +113,8 @@ def enqueue(
         all_reduce_sms=all_reduce_sms,
     )
     addresses = [address for A, B in pairs for address in (A.data_ptr(), B.data_ptr(), 0, 0)]
-    addresses += [0 if what.bias is None else what.bias.data_ptr(), out.data_ptr()]
+    beside = what.bias, what.residual, out
+    addresses += [0 if tensor is None else tensor.data_ptr() for tensor in beside]
     times = 0 if tile_times is None else tile_times.data_ptr()
     core.matmul_reduce_scatter(problem, addresses, stream.cuda_stream, times)
 
@@ -135,6 +144,8 @@ def finish(own: torch.Tensor, others: Sequence[torch.Tensor], what: Products) ->
         sum_ += other.to(dtype).float()
     if what.is_average:
         sum_ *= 1 / (len(others) + 1)
+    if what.residual is not None:
+        sum_ += what.residual.float()
     if what.bias is not None:
         sum_ += what.bias.float()
     return sum_.to(dtype)
@@ -265,8 +276,11 @@ def check(only_pingpong: bool) -> None:
         assert chosen
         for config in configs(chosen):
             turns = [
-                [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
-                for _ in range(4)
+                [
+                    drawn(world_size * rows, n, ks, torch.bfloat16, residual_of=of)
+                    for _ in range(world_size)
+                ]
+                for of in (0, world_size, world_size, 0)
             ]
             torch.cuda.synchronize()
             found = [ranks.enqueue(whats, config) for whats in turns]
@@ -344,8 +358,11 @@ class _Work:
         self.configs = configs
         self.all_reduce_sms = ranks.sms if is_all_reduce else 0
         self.sets = [
-            [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
-            for _ in range(3)
+            [
+                drawn(world_size * rows, n, ks, torch.bfloat16, residual_of=of)
+                for _ in range(world_size)
+            ]
+            for of in (0, world_size, world_size)
         ]
         self.expected = [ranks.expected(whats) for whats in self.sets]
         if is_all_reduce:

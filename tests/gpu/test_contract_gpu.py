@@ -26,7 +26,6 @@ REFUSED = {
             r"agmm\.(moe|all_gather_grouped|grouped_matmul)",
             r"experts: found device cuda, wanted cpu: no kernel of this build.*; strict",
         ),
-        (r"agmm\.matmul_", r"residual: found one, wanted None: no kernel of this build.*; strict"),
     )
 }
 """The calls that a feature refuses on GPUs, besides those that it refuses on every device."""

@@ -11,14 +11,16 @@ from typing import Any
 import activation_work
 import epilogue_work as work
 import pytest
+import quantized_outs_work
 import torch
-from at_hand import world_sizes
+from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 from gpu_work import randn
 from test_fused import check
 
 from agmm.errors import InvalidArgument, forget_warnings
 from agmm.ops import async_input_mm
 from agmm.ops.kernel_epilogues import why_behind
+from agmm.ops.quantize import KINDS
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import LocalShape
@@ -200,3 +202,12 @@ def test_every_kernel_and_transport(gpu_pool: RankPool, world_size: int) -> None
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_graphs_and_compiled_code(gpu_pool: RankPool, world_size: int, name: str) -> None:
     check(gpu_pool.run(work.captured_and_compiled, world_size, name), world_size)
+
+
+@needs_two
+@needs_nccl  # the sums that are compared with
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_in_fp8(rank_pools: Callable[..., RankPool], kind: str) -> None:
+    pool = rank_pools(min(4, RANKS), "cuda")
+    for faults in pool.run(quantized_outs_work.gate_and_down, kind, "cuda"):
+        assert faults == []

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scatter_stand_in
@@ -70,7 +72,8 @@ def test_parts_of_k(world_size: int, shape: tuple[int, int, tuple[int, ...]]) ->
             check(rank.call(what, config), rank.expected(what))
     for config in scatter_stand_in.split_configs(rows, n, ks, world_size, ranks.sms):
         whats = [
-            drawn(world_size * rows, n, ks, torch.bfloat16, bias=True) for _ in range(world_size)
+            drawn(world_size * rows, n, ks, torch.bfloat16, bias=True, residual_of=world_size)
+            for _ in range(world_size)
         ]
         outs = ranks.enqueue(whats, config)
         torch.cuda.synchronize()
@@ -87,11 +90,51 @@ def test_parts_of_k(world_size: int, shape: tuple[int, int, tuple[int, ...]]) ->
 
 
 @pytest.mark.parametrize("is_average", [False, True], ids=["sum", "avg"])
-def test_bias_and_average(is_average: bool) -> None:
+def test_bias_residual_and_average(is_average: bool) -> None:
     rank = Alone(4, 1)
     for name in config_names():
-        what = drawn(4 * 130, 264, (136,), torch.bfloat16, bias=True, is_average=is_average)
-        check(rank.call(what, KernelConfig.parse(name)), rank.expected(what))
+        for (rows, n, ks), dtype in product(UGLY, (torch.bfloat16, torch.float16)):
+            for has_bias in (True, False):
+                settings: Any = {"bias": has_bias, "is_average": is_average, "residual_of": 4}
+                what = drawn(4 * rows, n, ks, dtype, **settings)
+                check(rank.call(what, KernelConfig.parse(name)), rank.expected(what))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_special_numbers_of_a_residual(dtype: torch.dtype) -> None:
+    """What is added to a product of 0 is the result, but for the sign of a 0."""
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1.0, -3.5, 1e-5])
+    rank, rows = Alone(2, 1), 130
+    residual = special.to("cuda", dtype).repeat(rows, 33)
+    A, B = torch.zeros(2 * rows, 8), torch.ones(264, 8).t()
+    what = Products([A.to("cuda", dtype)], [B.to("cuda", dtype)], residual=residual)
+    for name in config_names():
+        out = rank.call(what, KernelConfig.parse(name))
+        assert torch.equal(out.isnan(), residual.isnan())
+        there = ~residual.isnan()
+        assert torch.equal(out[there], residual[there])
+
+
+@pytest.mark.parametrize("is_all_reduce", [False, True], ids=["scatter", "all-reduce"])
+def test_a_residual_is_rounded_with_the_sum(is_all_reduce: bool) -> None:
+    """The sum of the own product, the other's as it came and the residual is rounded once."""
+    world_size, rows, n, k = 2, 257, 520, 512
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    rank = Alone(world_size, 1)
+    what = Products(
+        [torch.randn(world_size * rows, k, device="cuda").bfloat16()],
+        [torch.randn(n, k, device="cuda").bfloat16().t()],
+        residual=(k**0.5 * torch.randn(rows, n, device="cuda")).bfloat16(),
+    )
+    assert what.residual is not None
+    other, own = what.sum().chunk(world_size)
+    exact = own + other.bfloat16().double() + what.residual.double()
+    allowed = 1.01 * (exact.bfloat16().double() - exact).norm()
+    kernels = ALL_REDUCES if is_all_reduce else scatter_stand_in.kernels()
+    for kernel in kernels:
+        out = rank.call(what, kernel, all_reduce_sms=sms if is_all_reduce else 0)
+        own_rows = out.chunk(world_size)[1] if is_all_reduce else out
+        assert (own_rows.double() - exact).norm() <= allowed, kernel.name
 
 
 def test_error_is_that_of_rounded_parts() -> None:
@@ -118,7 +161,7 @@ def test_ranks_together(world_size: int) -> None:
     for rows, n, ks in UGLY:
         for kernel in scatter_stand_in.kernels():
             whats = [
-                drawn(world_size * rows, n, ks, torch.bfloat16, bias=True)
+                drawn(world_size * rows, n, ks, torch.bfloat16, bias=True, residual_of=world_size)
                 for _ in range(world_size)
             ]
             outs = ranks.enqueue(whats, kernel)
@@ -184,10 +227,10 @@ def test_all_reduces(world_size: int, bias: bool) -> None:
         for config in scatter_stand_in.configs(ALL_REDUCES):
             turns = [
                 [
-                    drawn(world_size * rows, n, ks, torch.bfloat16, bias=bias)
+                    drawn(world_size * rows, n, ks, torch.bfloat16, bias=bias, residual_of=of)
                     for _ in range(world_size)
                 ]
-                for _ in range(3)
+                for of in (0, world_size, world_size)
             ]
             for whats in turns:  # of an all-reduce it is that of all ranks
                 for what in whats:

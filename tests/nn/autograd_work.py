@@ -195,7 +195,7 @@ def gradcheck_matmul_all_reduce(
     def fn(A: torch.Tensor, B: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
         B = B.t() if column_major else B
-        added = dict(zip(list(inputs)[2:], others, strict=True))
+        added: dict[str, Any] = dict(zip(list(inputs)[2:], others, strict=True))
         return agmm.matmul_all_reduce(A, B, group, **added, strict=True)
 
     return _in_step(fn, list(inputs.values()))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
+from agmm.ops import quantized_outs
 from agmm.ops.checks import config_name
 from agmm.ops.gather import GatherSettings
 from agmm.ops.gather_op import dispatched
@@ -29,8 +30,58 @@ _Weights = (
     | list[Packed4BitWeight]
     | tuple[Packed4BitWeight, ...]
 )
+_Quantised = tuple[torch.Tensor, torch.Tensor]
+"""The values of a result in fp8, and their scales."""
 
 
+@overload
+def all_gather_matmul(  # type: ignore[overload-overlap]
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    activation: GatedActivation,
+    strict: bool = ...,
+    quantize: str | None = ...,
+    reduce_amax: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> _Quantised: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
+    strict: bool = ...,
+    quantize: str | None = ...,
+    reduce_amax: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> _Quantised: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
+    strict: bool = ...,
+    quantize: str | None = ...,
+    reduce_amax: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> list[_Quantised]: ...
 @overload
 def all_gather_matmul(  # type: ignore[overload-overlap]
     A_shard: torch.Tensor,
@@ -142,11 +193,14 @@ def all_gather_matmul(
     save_preactivation: bool = True,
     quantize: str | None = None,
     reduce_amax: bool = False,
+    quantize_out: str | None = None,
+    scale_out: torch.Tensor | None = None,
 ) -> (
     torch.Tensor
     | list[torch.Tensor]
-    | tuple[torch.Tensor, torch.Tensor]
+    | _Quantised
     | tuple[torch.Tensor, list[torch.Tensor]]
+    | list[_Quantised]
 ):
     """``activation(all_gather(A_shard) @ B (+ bias))``, the gather overlapped with the product.
     Collective.
@@ -196,15 +250,41 @@ def all_gather_matmul(
         reduce_amax: with ``quantize="tensorwise"``: one scale for the shards of all ranks, by the
             largest absolute value of all, as if A were quantised whole. Its exchange, a gather of a
             float32 per rank, precedes the quantisation.
+        quantize_out: ``"tensorwise"``, ``"rowwise"`` or ``"block"`` (1 × 128): return each result
+            as float8_e4m3fn and its scales, as ``quantize`` would make them of it and as an op on
+            fp8 operands takes its A. A pass behind the product; without backward, and not with
+            ``return_A`` or ``save_gathered``.
+        scale_out: float32, what every value of a tensor-wise result is to be multiplied with; its
+            values are cut at the largest number.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
-        weights ``out`` is a list, but for a gated activation.
+        weights ``out`` is a list, but for a gated activation. With ``quantize_out`` each ``out`` is
+        ``(values, scale)``.
 
     Raises:
         InvalidArgument: an argument that no path can serve; names it, the value found and wanted.
         Unsupported: under ``strict`` only.
     """
+    if quantize_out is not None or scale_out is not None:
+        quantise = quantized_outs.checked(
+            *(quantize_out, scale_out),
+            dtype=("A_shard", getattr(A_shard, "dtype", torch.float32)),
+            others={"return_A": return_A, "save_gathered": save_gathered},
+            operands={"A_shard": A_shard, "B": B, "bias": bias},
+        )
+        op: Any = all_gather_matmul  # a function of many forms, which takes what it was given
+        found = op(
+            *(A_shard, B, group),
+            gather_dim=gather_dim,
+            bias=bias,
+            config=config,
+            activation=activation,
+            strict=strict,
+            quantize=quantize,
+            reduce_amax=reduce_amax,
+        )
+        return quantise(found)  # type: ignore[no-any-return]
     several, epilogue = isinstance(B, (list, tuple)), None
     if activation is not None:
         epilogue = named(activation)

@@ -1,165 +1,24 @@
-"""``agmm.all_gather_scaled_matmul`` and its torch op."""
+"""``agmm.all_gather_scaled_matmul``; `gather_scaled_op` has its torch op."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept
-from agmm.ops.checks import check_flag, check_no_backward, config_name
-from agmm.ops.fp8_gather import Fp8Gather
-from agmm.ops.fp8_operands import Fp8Weights
-from agmm.ops.gather import Gathered, GatherSettings
-from agmm.ops.library import define
-from agmm.ops.operands import is_watched
-from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_scaled_gather, scalings_of
+from agmm.ops import quantized_outs
+from agmm.ops.checks import check_flag, config_name
+from agmm.ops.gather_scaled_op import gather
 from agmm.planning.problems import KernelConfig
-from agmm.runtime import groups
 from agmm.runtime.epilogues import GatedActivation, named
-from agmm.runtime.scaling import ALL
 
 _Maybes = Sequence[torch.Tensor | None]
-_Given = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    list[torch.Tensor],
-    list[torch.Tensor],
-    list[torch.Tensor | None],
-    list[torch.Tensor | None],
-]
-
-
-class _Settings(NamedTuple):
-    """What the op takes behind the group."""
-
-    gather_dim: int
-    return_A: bool
-    out_dtype: torch.dtype
-    use_fast_accum: bool
-    strict: bool
-    quantize: str = ""
-    """The kind of the scales where an ``all_gather_matmul`` has made them."""
-    config: str = ""
-    activation: str = ""
-
-
-class _Arguments(NamedTuple):
-    """The arguments of the torch op: operands, group and the fields of `_Settings`."""
-
-    A_shard: torch.Tensor
-    scale_a: torch.Tensor
-    Bs: list[torch.Tensor]
-    scale_bs: list[torch.Tensor]
-    biases: list[torch.Tensor | None]
-    result_scales: list[torch.Tensor | None]
-    group_name: str
-    world_size: int
-    gather_dim: int
-    return_A: bool
-    out_dtype: torch.dtype
-    use_fast_accum: bool
-    strict: bool = False
-    quantize: str = ""
-    config: str = ""
-    activation: str = ""
-
-
-def _impl(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    group = groups.group_of_size(call.group_name, call.world_size)
-    given, settings = call[:6], _Settings(*call[8:])
-    A, scale_A, outs = _run(kept.kind_of_call(settings, *given), given, group, settings)
-    if A is None or scale_A is None:
-        A, scale_A = _no_A(call.A_shard)
-    return A, scale_A, outs
-
-
-def _no_A(A_shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is returned in place of A and its scales. Both tensors are fp8: torch's estimates of
-    time want results with one dtype, not counting those of 8 bits."""
-    return A_shard.new_empty(0), A_shard.new_empty(0)
-
-
-def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> Gathered:
-    """Gather and multiply by a kept call, or as `serve` decides."""
-    A_shard, scale_a, Bs, scale_bs, biases, result_scales = given
-    found = kept.call_kept(group, kind, A_shard, Bs, biases, scale_a, scale_bs)
-    if found is not None:
-        return Gathered(*found)
-    count = len(Bs)
-    weights = Fp8Weights(
-        *(Bs, scale_bs, biases, result_scales),
-        *([settings.out_dtype] * count, [settings.use_fast_accum] * count),
-    )
-    of_gather = GatherSettings(
-        *(settings.gather_dim, settings.return_A, settings.config, settings.strict),
-        epilogue=named(settings.activation),
-    )
-    return serve(Fp8Gather(A_shard, scale_a, weights, group, of_gather, settings.quantize), kind)
-
-
-def _fake(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    A_shard, scale_a, Bs, scale_bs, *_ = call
-    check_scaled_gather(*call[:6], [call.out_dtype] * len(Bs), call.gather_dim)
-    shape = list(A_shard.shape)
-    shape[call.gather_dim] = shape[call.gather_dim] * call.world_size
-    epilogue, columns = named(call.activation), [B.shape[1] for B in Bs]
-    if epilogue is not None:
-        epilogue.check(Bs, call.out_dtype)
-        columns = epilogue.outs(columns)
-    outs = [A_shard.new_empty(*shape[:-1], n, dtype=call.out_dtype) for n in columns]
-    if not call.return_A:
-        return *_no_A(A_shard), outs
-    if scalings_of(A_shard, scale_a, Bs, scale_bs, call.quantize)[0].a[0] == ALL:
-        scale_A = scale_a.new_empty(call.world_size, 1)
-    else:
-        scale_A = scale_a.new_empty(*shape[:-1], scale_a.shape[-1])
-    return A_shard.new_empty(shape), scale_A, outs
-
-
-def _check_grad(call: _Arguments) -> None:
-    given: list[tuple[str, torch.Tensor | None]]
-    given = [("A_shard", call.A_shard), ("scale_a", call.scale_a)]
-    given += [("B", B) for B in call.Bs] + [("scale_b", scale) for scale in call.scale_bs]
-    given += [("bias", bias) for bias in call.biases]
-    check_no_backward(given + [("result_scale", scale) for scale in call.result_scales])
-
-
-define(
-    "_all_gather_scaled_matmul",
-    _Arguments,
-    "(Tensor A, Tensor scale_A, Tensor[] outs)",
-    run=_impl,
-    fake=_fake,
-    check_grad=_check_grad,
-)
-
-
-def gather(
-    given: _Given, group: dist.ProcessGroup | DeviceMesh | str | None, *settings: Any
-) -> Gathered:
-    """Gather and multiply. Collective.
-
-    Args:
-        settings: the fields of `_Settings`, in order.
-    """
-    known = _Settings(*settings)
-    kind = None
-    if known.gather_dim == 0 and not is_watched():
-        kind = kept.kind_of_call(known, *given)
-    if kind is not None:
-        return _run(kind, given, groups.resolved(group), known)
-    # The check comes before the op's schema, which refuses what is no tensor in its own words.
-    check_scaled_gather(*given, [known.out_dtype] * len(given[2]), known.gather_dim)
-    group_name = groups.name_of(group)
-    world_size = groups.world_size_of(group_name)
-    op = torch.ops.agmm._all_gather_scaled_matmul.default
-    return Gathered(*op(*given, group_name, world_size, *known))
+_Quantised = tuple[torch.Tensor, torch.Tensor]
+"""The values of a result in fp8, and their scales."""
 
 
 def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
@@ -170,6 +29,60 @@ def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
     raise InvalidArgument(f"{name}: found one for {count} weights, wanted a list of one each")
 
 
+@overload
+def all_gather_scaled_matmul(  # type: ignore[overload-overlap]
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: _Maybes | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    activation: GatedActivation,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> _Quantised: ...
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: torch.Tensor | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    activation: str | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> _Quantised: ...
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    bias: _Maybes | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    activation: str | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    quantize_out: str,
+    scale_out: torch.Tensor | None = ...,
+) -> list[_Quantised]: ...
 @overload
 def all_gather_scaled_matmul(  # type: ignore[overload-overlap]
     A_shard: torch.Tensor,
@@ -294,11 +207,15 @@ def all_gather_scaled_matmul(
     activation: str | None = None,
     config: KernelConfig | str | None = None,
     strict: bool = False,
+    quantize_out: str | None = None,
+    scale_out: torch.Tensor | None = None,
 ) -> (
     torch.Tensor
     | list[torch.Tensor]
     | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+    | _Quantised
+    | list[_Quantised]
 ):
     """``activation(all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias))`` of fp8 operands.
     Collective.
@@ -347,6 +264,9 @@ def all_gather_scaled_matmul(
             transport; ``"gather"``; or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path, or of computing an
             activation behind the kernel.
+        quantize_out: as `all_gather_matmul` takes it, of a result in bf16, fp16 or float32; without
+            ``result_scale``.
+        scale_out: as `all_gather_matmul` takes it.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, scale_A, out)`` with ``return_A``: scale_A
@@ -357,6 +277,26 @@ def all_gather_scaled_matmul(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
+    if quantize_out is not None or scale_out is not None:
+        quantise = quantized_outs.checked(
+            *(quantize_out, scale_out),
+            dtype=("out_dtype", out_dtype),
+            others={"return_A": return_A, "result_scale": result_scale is not None},
+        )
+        op: Any = (
+            all_gather_scaled_matmul  # a function of many forms, which takes what it was given
+        )
+        found = op(
+            *(A_shard, B, scale_a, scale_b, group),
+            gather_dim=gather_dim,
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            activation=activation,
+            config=config,
+            strict=strict,
+        )
+        return quantise(found)  # type: ignore[no-any-return]
     epilogue = named(activation)
     is_gated = epilogue is not None and epilogue.is_gated
     several = not (is_gated or isinstance(B, torch.Tensor))

@@ -102,7 +102,7 @@ class _Load(NamedTuple):
             rows = torch.nn.functional.pad(rows.view(torch.uint8), more).view(A.dtype)
             if self.is_rowwise:
                 scale_a = torch.nn.functional.pad(scale_a, more)
-        return [rows], [B], bias, [scale_a], [scale_b]
+        return [rows], [B], bias, None, [scale_a], [scale_b]
 
 
 class _Library(NamedTuple):

@@ -54,7 +54,7 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
     def operands(self) -> tuple[Any, ...]:
         scale_as = [rows.scale for rows, _ in self.products]
         scale_bs = [weight.B.scale for _, weight in self.products]
-        return self._fronts(), self.given.Bs, self.given.bias, scale_as, scale_bs
+        return self._fronts(), self.given.Bs, self.given.bias, None, scale_as, scale_bs
 
     def _fronts(self) -> list[torch.Tensor]:
         """Each A, contiguous, with the scattered dimension first."""

@@ -119,10 +119,8 @@ def matmul_all_reduce(
         bias: [N], the same on all ranks; added once, to the sum, before it is rounded; on the
             unfused path in its dtype, with a rounding of its own. Its gradient is the same on all
             ranks.
-        residual: [M, ..., N], of the dtype of A, the same on all ranks; added once, to the sum. On
-            the CPU in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel
-            adds it yet: torch adds it to the rounded sum, which `status` says and ``strict``
-            refuses. Its gradient is that of ``out``.
+        residual: [M, ..., N], of the dtype of A, the same on all ranks; added once, to the sum, as
+            the bias is. Its gradient is that of ``out``.
         config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
             other's memory; ``"unfused"``; or None for the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +

@@ -181,10 +181,9 @@ def matmul_reduce_scatter(
             0.17%, in bf16, in the Frobenius norm, with a bias as large as the sum). Its gradient is
             that of the rows of all ranks, and so the same on all ranks. Not with the last
             dimension scattered.
-        residual: this rank's shard of a residual, of the shape and dtype of ``out``. On the CPU
-            added in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel adds
-            it yet: torch adds it to the rounded sum, which `status` says and ``strict`` refuses.
-            Its gradient is that of ``out``.
+        residual: this rank's shard of a residual, of the shape and dtype of ``out``. Added as the
+            bias is: by agmm in float32 (float64 for float64) before the sum is rounded, else by
+            torch to the rounded sum. Its gradient is that of ``out``.
         config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
             other's memory; ``"unfused"``; or None for the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from agmm.ops import portable, scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible, check_residual
-from agmm.ops.pipeline import Ready, Route
+from agmm.ops.pipeline import Ready
 from agmm.ops.plain_scatter import Copying, call_with, of_call
-from agmm.ops.sums import Added
 from agmm.planning.plans import BY_COPIES, Plan
 from agmm.planning.problems import KernelConfig
-from agmm.runtime import hosts
+from agmm.runtime import groups, hosts
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace, portable_scatters
 
@@ -55,16 +54,6 @@ class PlainAllReduce(AllReduceCall):
     def operands(self) -> tuple[Any, ...]:
         return of_call(self.A, self.B, self.bias, self.residual)
 
-    def prepare(self, route: Route) -> Ready:
-        ready = super().prepare(route)
-        return ready if self.residual is None or self.device.type == "cpu" else Added(ready)
-
-    def to_keep(self, ready: Ready, found: Any) -> Ready | None:
-        if not isinstance(ready, Added):
-            return super().to_keep(ready, found)
-        call = super().to_keep(ready.call, found)
-        return None if call is None else Added(call)
-
     @property
     def columns(self) -> int:
         return self.B.shape[1]
@@ -99,7 +88,8 @@ class PlainAllReduce(AllReduceCall):
         )
 
     def load(self) -> Load:
-        return _Load(Copying.of([self._matrix()], [self.B], 0), self.missing)
+        copying, group = Copying.of([self._matrix()], [self.B], 0), self.group
+        return _Load(copying, self.missing, groups.of(group).rank, group.size())
 
     def ready_on_cuda(self, kernel: KernelConfig, all_reduce_sms: int) -> Ready:
         A, copying = self._matrix(), Copying.of([self._matrix()], [self.B], 0)
@@ -119,17 +109,28 @@ class PlainAllReduce(AllReduceCall):
 class _Load(NamedTuple):
     copying: Copying | None
     missing: int
+    rank: int
+    world_size: int
 
     def __call__(
-        self, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        copying, missing = self
+        copying, missing, rank, world_size = self
         rows = A if A.dim() == 2 else A.reshape(-1, A.shape[-1])
         if missing:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        if residual is not None:  # of which a kernel adds this rank's rows
+            shared = len(rows) // world_size
+            residual = residual.flatten(0, -2)[rank * shared : (rank + 1) * shared]
+            if len(residual) < shared:
+                residual = torch.nn.functional.pad(residual, (0, 0, 0, shared - len(residual)))
         if copying is None:
-            return (rows,), (B,), bias
-        return *copying((rows,), (B,)), bias
+            return (rows,), (B,), bias, residual
+        return *copying((rows,), (B,)), bias, residual
 
 
 class _Library(NamedTuple):

@@ -16,7 +16,6 @@ from agmm.ops.checks import check_residual, check_scatterable
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
-from agmm.ops.sums import Added
 from agmm.planning.plans import BY_COPIES, BY_TORCH, Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter, groups, hosts, rendezvous
@@ -160,8 +159,7 @@ class PlainScatter(ScatterCall):
         copying = Copying.of(self.As, self.Bs, self.dim)
         As, Bs = (self.As, self.Bs) if copying is None else copying(self.As, self.Bs)
         call = call_with(kernel, As, Bs, self.group, self.settings.reduce_op)
-        ready = call if copying is None else _Copied(copying, call)
-        return ready if self.residual is None else Added(ready)
+        return call if copying is None else _Copied(copying, call)
 
     def ready_by_copies(self) -> Ready:
         size = self.group.size()
@@ -240,10 +238,17 @@ class _Copied(NamedTuple):
     call: ReadyScatter
 
     def __call__(
-        self, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], bias: torch.Tensor | None
+        self,
+        As: Sequence[torch.Tensor],
+        Bs: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        dim = self.copying.dim
         As, Bs = self.copying(As, Bs)
-        return moved(self.call(As, Bs, bias), 0, self.copying.dim)
+        if residual is not None:
+            residual = residual.movedim(dim, 0)
+        return moved(self.call(As, Bs, bias, residual), 0, dim)
 
 
 def call_with(

@@ -11,8 +11,8 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
-from agmm.ops.all_gather_scaled_matmul import gather
 from agmm.ops.checks import check_matrix, check_no_backward, check_operand, check_rows
+from agmm.ops.gather_scaled_op import gather
 from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.runtime import collectives, cuda_quantize, groups, nan_check
 from agmm.runtime.calls import Call

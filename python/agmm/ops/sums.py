@@ -4,14 +4,13 @@ and matmul + all-reduce, of any format of operands."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from agmm.ops import portable
-from agmm.ops.pipeline import KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
-from agmm.planning import built_kernels
+from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 
@@ -103,14 +102,6 @@ class SumCall(OpCall[torch.Tensor]):
         """The result, of a sum that is rounded already and may be overwritten."""
         return out if self.residual is None else out.add_(self.residual)
 
-    def why_composed(self, route: Route) -> str | None:
-        if self.residual is None or self.device.type != "cuda" or route.by != KERNEL:
-            return None
-        form = str(self.A.dtype).removeprefix("torch.")
-        if built_kernels.has_epilogue(self.op, form, "residual"):
-            return None
-        return "residual: found one, wanted None: no kernel of this build adds it"
-
     def look(self, route: Route, words: Call) -> None:
         # A kernel sends products as it computes them; other routes look through what they send.
         if not nan_check.active or route.by == LIBRARY or self.device.type != "cuda":
@@ -119,14 +110,3 @@ class SumCall(OpCall[torch.Tensor]):
         for name, tensors in self.sent().items():
             for tensor in tensors:
                 nan_check.look_through(words.op, name, tensor, rank)
-
-
-class Added(NamedTuple):
-    """Computes sums by another call, and adds the residual, the last of the operands, behind it."""
-
-    call: Ready
-
-    def __call__(self, *operands: Any) -> torch.Tensor:
-        *given, residual = operands
-        out: torch.Tensor = self.call(*given)
-        return out.add_(residual)

@@ -38,20 +38,6 @@ def has_fp8() -> bool:
     return any(facts.is_fp8 for facts in _core.kernel_facts())
 
 
-@cache
-def has_epilogue(op: str, name: str, epilogue: str) -> bool:
-    """Whether this build has a kernel with such an epilogue, by op and name of a format.
-
-    Args:
-        epilogue: as `_core.KernelFacts.epilogue` names it, or "residual".
-    """
-    is_fp8 = formats.of(name).kind == formats.FP8
-    return any(
-        (facts.op, facts.epilogue, facts.is_fp8) == (op, epilogue, is_fp8)
-        for facts in _core.kernel_facts()
-    )
-
-
 def format_served(
     op: str,
     operands: str,

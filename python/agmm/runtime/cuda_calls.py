@@ -101,8 +101,8 @@ def aligned_pointer(tensor: torch.Tensor, copies: list[torch.Tensor]) -> int:
 
 
 def bias_pointer(bias: torch.Tensor | None, copies: list[torch.Tensor]) -> int:
-    """The address of a bias, or that of a contiguous, aligned copy in ``copies``; 0 where there is
-    none."""
+    """The address of a bias, or of a residual, or that of a contiguous, aligned copy in ``copies``;
+    0 where there is none."""
     if bias is None:
         return 0
     if not bias.is_contiguous():

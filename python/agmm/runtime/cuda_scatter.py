@@ -49,6 +49,7 @@ class ReadyScatter(NamedTuple):
         As: Sequence[torch.Tensor],
         Bs: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
         scale_as: Sequence[torch.Tensor] = (),
         scale_bs: Sequence[torch.Tensor] = (),
         tile_times: torch.Tensor | None = None,
@@ -59,6 +60,8 @@ class ReadyScatter(NamedTuple):
             As: [M, ..., K] each, whose rows are evenly apart.
             Bs: [K, N] each.
             bias: [N], added once, to the sum; or None.
+            residual: this rank's rows of what is added to the sum, [M / world_size, ..., N], of an
+                all-reduce too; or None. Not of fp8 operands.
             scale_as, scale_bs: this rank's own, of fp8 operands one for each product; else empty.
             tile_times: uint8, where the kernel records when each tile was computed and sent (timed
                 kernels).
@@ -77,9 +80,10 @@ class ReadyScatter(NamedTuple):
             copies: list[torch.Tensor] = []  # they live until the call is enqueued
             a, b = As[0].data_ptr(), Bs[0].data_ptr()
             of_bias = 0 if bias is None else bias_pointer(bias, copies)
+            of_residual = 0 if residual is None else bias_pointer(residual, copies)
             # The usual call goes without a loop, which takes a twentieth of its time in Python.
             if len(As) == 1 and not scale_as and (a | b) % TMA_ALIGNMENT == 0:
-                addresses = [a, b, 0, 0, of_bias, out.data_ptr()]
+                addresses = [a, b, 0, 0, of_bias, of_residual, out.data_ptr()]
             else:
                 addresses = []
                 for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
@@ -89,7 +93,7 @@ class ReadyScatter(NamedTuple):
                         scale_pointer(scale_as[i], SCALE_BYTES, copies) if scale_as else 0,
                         scale_pointer(scale_bs[i], b_scale_alignment, copies) if scale_bs else 0,
                     )
-                addresses += (of_bias, out.data_ptr())
+                addresses += (of_bias, of_residual, out.data_ptr())
             enqueue(
                 workspace,
                 part_bytes,

@@ -9,6 +9,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "gemm/sm90/epilogue_fragment.hpp"
+#include "gemm/sm90/residual_tile.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "gemm/split_k.hpp"
 #include "transport/tile_push_device.hpp"
@@ -20,7 +21,8 @@ namespace agmm {
 /// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a split of K.
 /// kTimed: records ScatterTimes. `Policy`: what becomes of sums; those that it scales are scaled
 /// first. kReturns: own tiles are sent to all others as well (TileReturn); then they are finished
-/// here, for those too, and CUTLASS's epilogue only rounds them.
+/// here, for those too, and CUTLASS's epilogue only rounds them. A residual is added to own tiles
+/// where the policy scales no sums.
 template <class Base, class Policy, int kTileThreads, int kGroups, int kPieces, int kBuffers,
           int kClusterSize, bool kSplits, bool kTimed, bool kReturns = false>
 struct ScatterEpilogue : Base {
@@ -35,6 +37,9 @@ struct ScatterEpilogue : Base {
                           TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>>;
   /// Whether the sender brings the others' sums: no other consumers compute while they are added.
   static constexpr bool kFetches = kGroups == 1 && !kReturns;
+  /// Words of the residual that a thread loads at a time. Where consumers take turns, they have no
+  /// more registers, timed ones even less, and the others compute meanwhile.
+  static constexpr int kResidualWords = kGroups == 1 ? 32 : kTimed ? 4 : 8;
   static_assert(!kSplits || kFetches, "the sender is told of all tiles of which K is split");
 
   /// The scales of the tile that is scaled; groups take turns.
@@ -52,12 +57,14 @@ struct ScatterEpilogue : Base {
     SplitK split_k{};
     ScatterTimes* times = nullptr;
     FragmentEpilogue<Policy> fragment{};
+    Element const* residual = nullptr;  // as out, or null
   };
   struct Params : Base::Params {
     TilePushArgs push;
     SplitK split_k;
     ScatterTimes* times;
     FragmentEpilogue<Policy> fragment;
+    Element const* residual;
   };
 
   template <class ProblemShape>
@@ -71,7 +78,11 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.push, args.split_k, args.times, args.fragment};
+            args.push,
+            args.split_k,
+            args.times,
+            args.fragment,
+            args.residual};
   }
 
   template <class ProblemShape>
@@ -178,6 +189,10 @@ struct ScatterEpilogue : Base {
       ++number_;
       return cute::make_tuple(load_state, store_state);
     }
+    if (tile >= 0 && has_residual()) {
+      residual(problem, tile_m, coord)
+          .template prefetch<kTileThreads, kTileM, kTileN>(thread_again());
+    }
     if (tile >= 0) {
       if constexpr (kFetches) {
         Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
@@ -186,6 +201,13 @@ struct ScatterEpilogue : Base {
         constexpr bool kLoadsAhead = !Policy::kScaled && !kReturns;
         Push::template add_parts<kLoadsAhead>(push, accumulators.data(), tile, thread);
       }
+    }
+    if (tile >= 0 && has_residual()) {
+      static_assert(Policy::Math::kKeepsSums, "a residual is added to the sum");
+      residual(problem, tile_m, coord)
+          .template add<kResidualWords, kTileThreads, cute::size<1>(Layout{}),
+                        cute::size<2>(Layout{}), cute::size<0>(Layout{})>(accumulators.data(),
+                                                                          thread_again());
     }
     if constexpr (kReturns) {
       params_->fragment.template finish<cute::size<1>(Layout{}), cute::size<2>(Layout{}),
@@ -207,6 +229,23 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE bool is_split() const {
     if constexpr (kSplits) return params_->split_k.splits != 1;
     return false;
+  }
+
+  // Neither these nor a thread's number have a register of their own while the others' sums are
+  // loaded, so they are found again behind that.
+  CUTLASS_DEVICE bool has_residual() const {
+    return !Policy::kScaled && params_->residual != nullptr;
+  }
+  template <class ProblemShape, class TileCoord>
+  CUTLASS_DEVICE ResidualTile<Element> residual(ProblemShape const& problem, int32_t tile_m,
+                                                TileCoord const& coord) const {
+    return {params_->residual, params_->push.tiles.rows, int32_t(cute::get<1>(problem)),
+            tile_m * kTileM, int32_t(cute::get<1>(coord)) * kTileN};
+  }
+  CUTLASS_DEVICE static int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return (thread - cutlass::NumThreadsPerWarpGroup) % kTileThreads;
   }
 
   Params const* params_;

@@ -125,6 +125,7 @@ struct ScatterInstance {
     // Without a bias -0 is added, which keeps a sum of -0.
     gemm.epilogue.thread = OwnTree::arguments(of_own, Element(-0.0f));
     gemm.epilogue.push = call.push;
+    gemm.epilogue.residual = static_cast<Element const*>(call.residual);
     auto* const scratch = static_cast<char*>(call.split_scratch);
     gemm.scheduler.split_k = {call.config.splits,
                               reinterpret_cast<float4*>(scratch + kSplitCounterBytes),

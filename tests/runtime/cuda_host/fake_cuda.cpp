@@ -314,10 +314,14 @@ void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column
         sum = static_cast<Element>(
             sum + reinterpret_cast<Element const*>(part + tile * kTileBytes)[i * kTile + j]);
       }
+      int const at = (row + i) * call.n + column + j;
+      if (call.residual != nullptr) {
+        sum = static_cast<Element>(sum + static_cast<Element const*>(call.residual)[at]);
+      }
       if (call.bias != nullptr) {
         sum = static_cast<Element>(sum + static_cast<Element const*>(call.bias)[column + j]);
       }
-      static_cast<Element*>(call.out)[(row + i) * call.n + column + j] = sum;
+      static_cast<Element*>(call.out)[at] = sum;
       if (!is_all_reduce(call)) continue;
       for (int place = 0; place < others; ++place) {
         char* const there = push.peers[place].part + (push.tiles.tiles() + tile) * kTileBytes;

@@ -104,7 +104,7 @@ void sums_of(bool is_all_reduce) {
   struct Case {
     int ranks, chunk_rows, n;
     std::vector<int> ks;
-    bool has_bias;
+    bool has_bias;  // and a residual
   };
   for (Case const& c : std::vector<Case>{{2, 128, 128, {8}, false},
                                          {2, 1, 8, {16}, true},
@@ -117,12 +117,16 @@ void sums_of(bool is_all_reduce) {
     int const rows = c.ranks * c.chunk_rows;
     int k_all = 0;
     for (int const k : c.ks) k_all += k;
-    std::vector<std::unique_ptr<Memory>> as, bs, outs;
+    std::vector<std::unique_ptr<Memory>> as, bs, outs, residuals;
     Memory const bias(std::size_t(c.n) * 2);
     for (int j = 0; j < c.n; ++j) bias.as<Element>()[j] = drawn(unsigned(j) + 5);
     for (int rank = 0; rank < c.ranks; ++rank) {
       as.push_back(std::make_unique<Memory>(std::size_t(rows) * std::size_t(k_all) * 2));
       bs.push_back(std::make_unique<Memory>(std::size_t(c.n) * std::size_t(k_all) * 2));
+      residuals.push_back(std::make_unique<Memory>(std::size_t(c.chunk_rows * c.n) * 2));
+      for (int i = 0; i < c.chunk_rows * c.n; ++i) {
+        residuals.back()->as<Element>()[i] = drawn(unsigned(i) + 11 * unsigned(rank));
+      }
       int const out_rows = is_all_reduce ? rows : c.chunk_rows;
       outs.push_back(std::make_unique<Memory>(std::size_t(out_rows) * std::size_t(c.n) * 2));
     }
@@ -142,6 +146,7 @@ void sums_of(bool is_all_reduce) {
           auto const r = std::size_t(rank);
           MatmulScatter call =
               call_of(rows, c.n, c.ks, *as[r], *bs[r], c.has_bias ? &bias : nullptr, *outs[r]);
+          if (c.has_bias) call.residual = residuals[r]->at;
           if (is_all_reduce) call.all_reduce_sms = kWorkers;
           (*ranks.ops[r])(call, fake::stream(rank + 1));
         });
@@ -149,7 +154,13 @@ void sums_of(bool is_all_reduce) {
       for (std::thread& thread : threads) thread.join();
       for (int row = 0; row < rows; ++row) {
         for (int j = 0; j < c.n; ++j) {
-          unsigned wanted = c.has_bias ? bias.as<Element>()[j] : 0;
+          int const owner = row / c.chunk_rows;
+          unsigned wanted = 0;
+          if (c.has_bias) {
+            int const at = row % c.chunk_rows * c.n + j;
+            wanted =
+                unsigned(bias.as<Element>()[j]) + residuals[std::size_t(owner)]->as<Element>()[at];
+          }
           for (std::size_t r = 0; r < as.size(); ++r) {
             auto const* a = as[r]->as<Element>();
             auto const* b = bs[r]->as<Element>();
@@ -159,7 +170,6 @@ void sums_of(bool is_all_reduce) {
               b += c.n * k;
             }
           }
-          int const owner = row / c.chunk_rows;
           for (int rank = 0; rank < c.ranks; ++rank) {
             if (rank != owner && !is_all_reduce) continue;
             int const out_row = is_all_reduce ? row : row % c.chunk_rows;
@@ -230,6 +240,7 @@ void equality() {
       {"all-reduce", [](MatmulScatter& c) { c.all_reduce_sms = kWorkers; }},
       {"swizzle", [](MatmulScatter& c) { c.config.max_swizzle = 2; }},
       {"bias", [](MatmulScatter& c) { c.bias = c.out; }},
+      {"residual", [](MatmulScatter& c) { c.residual = c.out; }},
       {"limit", [](MatmulScatter& c) { c.limit_ns = 1; }},
   };
   for (auto const& [name, change] : changes) {
@@ -279,6 +290,13 @@ void refusals() {
             [](MatmulScatter& call) {
               call.dtype = agmm::DType::E4M3;
               call.products[0].scales.a = static_cast<float const*>(call.out);
+            }},
+           {"residual: found one of fp8 operands, wanted none",
+            [](MatmulScatter& call) {
+              call.dtype = agmm::DType::E4M3;
+              agmm::Scales& scales = call.products[0].scales;
+              scales.a = scales.b = static_cast<float const*>(call.out);
+              call.residual = call.out;
             }},
            {"A: found 2 products, wanted 1 of fp8",
             [](MatmulScatter& call) {
