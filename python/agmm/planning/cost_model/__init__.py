@@ -36,6 +36,7 @@ from agmm.planning.cost_model.gather import (
 from agmm.planning.cost_model.gpu_constants import (
     ELEMENT_BYTES,
     Constants,
+    choice_margin,
     constants,
     constants_for,
     default_kernels,
@@ -78,6 +79,7 @@ __all__ = [
     "all_gather_us",
     "arithmetic_us",
     "arrival_us",
+    "choice_margin",
     "clusters",
     "clusters_at_once",
     "constants",
