@@ -25,7 +25,45 @@ ALIKE = 0.02
 STAYS = 0.003
 """What a constant's change counts, times the square of its logarithm."""
 
+RATE = 0.03
+"""The change of a constant's logarithm in the first step of `Descent.slide`: a choice."""
+MEAN_STAYS, SQUARE_STAYS, LEAST_SLOPE = 0.8, 0.95, 1e-6
+"""How much of the mean slope, and of its square, stays from step to step, and what slopes count as
+none: choices."""
+NUDGE = 0.004
+"""The change of a logarithm by which a slope is found."""
+
 Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Parameter(Generic[Key]):
+    """A constant that is fitted: how it is read and set, the keys of the calls that it matters to,
+    and what its change counts (`STAYS`)."""
+
+    get: Callable[[Constants], float]
+    put: Callable[[Constants, float], Constants]
+    keys: Sequence[Key]
+    stays: float = STAYS
+
+
+def entry_of(
+    name: str, entry: str, keys: Sequence[Key], usual: float, stays: float = STAYS
+) -> Parameter[Key]:
+    """Return the entry of a constant that is given by name; ``usual`` where there is none."""
+    return Parameter(
+        lambda c: float(getattr(c, name).get(entry, usual)),
+        lambda c, value: changed(c, name, {**getattr(c, name), entry: value}),
+        keys,
+        stays,
+    )
+
+
+def number(name: str, keys: Sequence[Key]) -> Parameter[Key]:
+    """Return a constant that is one number."""
+    return Parameter(
+        lambda c: float(getattr(c, name)), lambda c, value: changed(c, name, value), keys
+    )
 
 
 @dataclass(frozen=True)
@@ -130,22 +168,59 @@ class Descent(Generic[Key]):
         self, name: str, entry: str, keys: Sequence[Key], usual: float, stays: float = STAYS
     ) -> None:
         """Fit one entry of a constant that is given by kernel, or by another name."""
-        base = self.now
-        self.descend(
-            lambda constants: float(getattr(constants, name).get(entry, usual)),
-            lambda value: changed(base, name, {**getattr(base, name), entry: value}),
-            keys,
-            stays,
-        )
+        base, one = self.now, entry_of(name, entry, keys, usual, stays)
+        self.descend(one.get, lambda value: one.put(base, value), keys, stays)
 
     def scalar(self, name: str, keys: Sequence[Key], most: float = math.inf) -> None:
         """Fit a constant that is one number."""
-        base = self.now
-        self.descend(
-            lambda constants: float(getattr(constants, name)),
-            lambda value: changed(base, name, min(value, most)),
-            keys,
+        base, one = self.now, number(name, keys)
+        self.descend(one.get, lambda value: one.put(base, min(value, most)), keys)
+
+    def slide(self, parameters: Sequence[Parameter[Key]], steps: int) -> None:
+        """Fit all parameters together, by steps against the slope of the loss by the logarithm of
+        each (Adam's rule): what several constants share is found so, which is no slope of one."""
+        usual = [math.log(one.get(self.start)) for one in parameters]
+        means, squares = [0.0] * len(parameters), [0.0] * len(parameters)
+        best = self.loss() + self._stays(parameters, usual), self.now
+        for step in range(1, steps + 1):
+            slopes = self._slopes(parameters, usual)
+            rate = RATE * (1 - (step - 1) / steps)
+            constants = self.now
+            for i, (one, slope) in enumerate(zip(parameters, slopes, strict=True)):
+                means[i] += (1 - MEAN_STAYS) * (slope - means[i])
+                squares[i] += (1 - SQUARE_STAYS) * (slope * slope - squares[i])
+                mean = means[i] / (1 - MEAN_STAYS**step)
+                square = squares[i] / (1 - SQUARE_STAYS**step)
+                factor = math.exp(-rate * mean / (math.sqrt(square) + LEAST_SLOPE))
+                constants = one.put(constants, one.get(constants) * factor)
+            self._go_to(constants)
+            best = min(
+                best, (self.loss() + self._stays(parameters, usual), self.now), key=lambda b: b[0]
+            )
+        self._go_to(best[1])
+
+    def _go_to(self, constants: Constants) -> None:
+        self.give(constants)
+        self._predicted = {key: self._predict(key) for key in self.calls}
+
+    def _stays(self, parameters: Sequence[Parameter[Key]], usual: Sequence[float]) -> float:
+        return sum(
+            one.stays * (math.log(one.get(self.now)) - at) ** 2
+            for one, at in zip(parameters, usual, strict=True)
         )
+
+    def _slopes(self, parameters: Sequence[Parameter[Key]], usual: Sequence[float]) -> list[float]:
+        base, predicted, before = self.now, dict(self._predicted), self.loss()
+        slopes = []
+        for one, at in zip(parameters, usual, strict=True):
+            value = one.get(base)
+            self.give(one.put(base, value * math.exp(NUDGE)))
+            self._predicted.update({key: self._predict(key) for key in one.keys})
+            slope = (self.loss() - before) / NUDGE
+            slopes.append(slope + 2 * one.stays * (math.log(value) - at))
+            self._predicted.update({key: predicted[key] for key in one.keys})
+        self.give(base)
+        return slopes
 
 
 def changed(constants: Constants, name: str, value: Any) -> Constants:

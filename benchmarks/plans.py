@@ -14,6 +14,7 @@ a file that is there is continued. Plans are not compared with a reference, as `
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import random
@@ -194,9 +195,11 @@ def show(entries: Sequence[Entry]) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a file of this, but for a last line that was not written whole."""
+    """The entries of a file of this, which may be compressed, but for a last line that was not
+    written whole."""
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    whole = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    for line in whole.decode().splitlines():
         try:
             entries.append(json.loads(line))
         except json.JSONDecodeError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from agmm.planning.cost_model.collectives import (
     STEADY_GATHER_BYTES,
+    choice_margin,
     gathered_bytes,
     gathered_margin,
     gathered_us,
@@ -36,7 +37,6 @@ from agmm.planning.cost_model.gather import (
 from agmm.planning.cost_model.gpu_constants import (
     ELEMENT_BYTES,
     Constants,
-    choice_margin,
     constants,
     constants_for,
     default_kernels,

@@ -16,6 +16,9 @@ _FOLDER = Path(__file__).parents[1] / "tables"
 ELEMENT_BYTES = 2
 """The size of an element of a result, whatever the operands are."""
 
+NEVER_US = 1e9
+"""The time of what a GPU's constants do not know: it is never the shorter one."""
+
 _T = TypeVar("_T")
 
 
@@ -148,6 +151,30 @@ class Constants:
     """The factors by which predictions of plans are multiplied where plans are compared, by op and
     by the name of a transport, where they were fitted. What is seldom as fast as predicted has one
     above 1."""
+    gathered_latency_us: float = 0.0
+    """The latency that a fused gather adds to its memory traffic."""
+    gathered_overlap: float = 0.0
+    """The share of ``tile_overhead_us`` that is hidden behind a gather, for every tile but one."""
+    scatter_reads_anew: bool = False
+    """Whether the constants of scatters were fitted with B read anew for each rank's rows, where it
+    does not stay in the L2 cache, and with this latency of memory traffic."""
+    scatter_latency_us: float = 0.0
+    """The latency that a fused scatter adds to its memory traffic."""
+    scatter_rate_factor: dict[str, float] = field(default_factory=dict)
+    """The rate at which a kernel that scatters sends, by kernel, as a multiple of
+    ``scatter_gb_per_s``."""
+    small_reduce_scatter_us: float = NEVER_US
+    small_reduce_scatter_gb_per_s: float = 1.0
+    """The time of NCCL's reduce-scatter of few bytes, where that is shorter than by
+    ``reduce_scatter_us`` and its rate."""
+    unaligned_scatter_factor: dict[str, float] = field(default_factory=dict)
+    """The factor by which the main loop of a tile that is sent takes longer where rows of K columns
+    are no whole lines of 128 bytes, by kernel."""
+    scatter_add_us: float = 0.0
+    """The time in which a tile of 128 x 128 of the own rows is added up, where the links are slower
+    than the tiles; larger ones take longer."""
+    sm_push_cta_us: float = 0.0
+    """The additional time until an SM push has arrived where CTAs of their own send."""
     uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
     """How far off predictions are, as a share of them, by op and by `Transport.family`: of nine in
     ten calls that nothing was fitted to, at most so much."""
@@ -222,13 +249,6 @@ def with_changes(constants: Constants, changes: Mapping[str, Any]) -> Constants:
 def _of_file(gpu: str) -> Constants:
     name = gpu if gpu in known_gpus() else DEFAULT_GPU
     return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
-
-
-def choice_margin(problem: Problem, family: str) -> float | None:
-    """The factor of ``choice_margins`` for plans with transports of a family; None where none were
-    fitted for the op."""
-    fitted = constants_for(problem).choice_margins.get(problem.op)
-    return None if fitted is None else fitted.get(family, 1.0)
 
 
 def default_kernels(
