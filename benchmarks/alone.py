@@ -52,12 +52,12 @@ class Case(NamedTuple):
     b_layout: str
 
 
-def projections() -> list[tuple[int, int]]:
-    """N and K of one rank's projections."""
+def projections(ops: Sequence[str] = OPS) -> list[tuple[int, int]]:
+    """N and K of one rank's projections that call one of the ops."""
     found = set()
     for model in presets.MODELS:
         for tp in (2, 4, 8):
-            for op in OPS:
+            for op in ops:
                 try:
                     shapes = presets.shapes(model, [BANDS[0][0]], tp, op)
                 except InvalidArgument:  # a model that so many ranks cannot share
@@ -66,16 +66,21 @@ def projections() -> list[tuple[int, int]]:
     return sorted(found)
 
 
+def drawn_rows(draw: random.Random, lowest: int, highest: int) -> int:
+    """A number of rows, of which every size is as likely."""
+    m = round(2 ** draw.uniform(math.log2(lowest), math.log2(highest)))
+    if draw.random() < MOST_EVEN:
+        step = 64 if m >= 128 else 16
+        m = max(lowest, m // step * step)
+    return m
+
+
 def cases(count: int, seed: int) -> Iterator[Case]:
     """`count` shapes, each with both layouts of B."""
     draw = random.Random(seed)
     pairs = projections()
     for i in range(count):
-        lowest, highest = BANDS[i % len(BANDS)]
-        m = round(2 ** draw.uniform(math.log2(lowest), math.log2(highest)))
-        if draw.random() < MOST_EVEN:
-            step = 64 if m >= 128 else 16
-            m = max(lowest, m // step * step)
+        m = drawn_rows(draw, *BANDS[i % len(BANDS)])
         n, k = draw.choice(pairs)
         for b_layout in LAYOUTS:
             yield Case(Shape(m // CHUNKS * CHUNKS, n, k), b_layout)

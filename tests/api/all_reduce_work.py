@@ -161,7 +161,9 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
                 mock.patch.object(small_collectives, "prepare_again", prepare_again),
             ):
                 given: tuple[Any, ...] = A.view(-1, 1, 6), (1.0 + rank) * B, b
-                call = plain_all_reduce.PlainAllReduce(*given, group, strict, residual)
+                call = plain_all_reduce.PlainAllReduce(
+                    *(A.view(-1, 1, 6), (1.0 + rank) * B, b), group, strict, residual
+                )
                 if residual is not None:
                     given = *given, residual
                 call.device = torch.device("cuda", 0)

@@ -15,10 +15,11 @@ from rich.console import Console
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.explanations import FEW, Explanation
 from agmm.errors import InvalidArgument
-from agmm.planning import built_kernels, cost_model, legality, tables
-from agmm.planning.cost_model import collectives
+from agmm.planning import built_kernels, cost_model, formats, legality, tables
+from agmm.planning.cost_model import collectives, gpu_constants
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.op_plans import Choice
+from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, KernelConfig, Problem
 from agmm.planning.tables import Key
@@ -529,3 +530,20 @@ def test_fp8_on_the_cpu_and_bad_input() -> None:
     ):
         with pytest.raises(InvalidArgument, match=message):
             said_of_fp8(problem, scaling)
+
+
+def test_it_says_how_uncertain_the_model_is() -> None:
+    shape = Problem(1000, 7168, 9216, world_size=2)
+    before = cost_model.constants(shape.gpu)
+    planner = Planner(cost_model.default_kernels)
+    try:
+        for known in (None, 0.09):
+            of_op = {} if known is None else {"sm push": known, "push": known, "gather": known}
+            changed = {"2": {formats.BITS_16: {"uncertainty": {shape.op: of_op}}}}
+            gpu_constants.give(shape.gpu, replace(before, of_ranks=changed))
+            found = explain.explain(shape, planner)
+            assert found.uncertainty == found.as_dict()["uncertainty"] == known
+            (line,) = [one for one in found.times if one.startswith("uncertainty: ")]
+            assert ("9%" in line) if known else ("not known" in line)
+    finally:
+        gpu_constants.give(shape.gpu, before)

@@ -16,7 +16,8 @@ from agmm.planning.cost_model import Constants, gpu_constants
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.tables import gpu_name
 from benchmarks import fit_alone
-from benchmarks.fit_alone import FITTED, ROOF, Fit, Sweep, changed, predicted_us, regret
+from benchmarks.descent import FITTED, changed
+from benchmarks.fit_alone import ROOF, Fit, Sweep, predicted_us, regret
 
 LARGE = "128x256x64_2x1_cooperative"
 PINGPONG = "128x128x64_1x1_pingpong"

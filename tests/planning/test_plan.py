@@ -505,6 +505,8 @@ def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.Monk
     monkeypatch.setattr(gather, "matmul_memory_us", lambda *_: 0.0)
     monkeypatch.setattr(gather, "lost_clock_us", lambda *_: 0.0)
     for problem in random_problems(60):
+        if cost_model.constants_for(problem).gathered_overlap:
+            continue  # each of its tiles has the mean time
         for kernel in KERNELS:
             slow = fused_us_tile_by_tile(problem, kernel)
             assert cost_model.fused_us(problem, kernel) == pytest.approx(slow)
@@ -555,7 +557,7 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
     runs."""
     behind = []
     for m in range(520, 1200, 8):
-        problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
+        problem = Problem(m, 29568, 8192, world_size=4)  # B takes longer than any gather
         us = min(
             predict_us(problem, p) or 0.0
             for kernel in kernels_for(problem)
@@ -649,6 +651,14 @@ def test_choice_is_the_least_predicted_time() -> None:
         ]
         fused_us = min(us for p in plans if (us := predict_us(problem, p)) is not None)
         wanted = fused_us
+        margin = cost_model.choice_margin(problem, "gather")
+        if margin is not None:  # fitted ones, of which those of NCCL's gathers are never met
+            by_library = margin * cost_model.gathered_us(problem)
+            is_legal = legality.why_illegal(problem, GATHERED, KERNELS) is None
+            if is_legal and by_library < fused_us:
+                wanted = cost_model.gathered_us(problem)
+            assert choice.predicted_us == wanted
+            continue
         if problem.world_size > 1:
             wanted = min(wanted, cost_model.unfused_us(problem))
         if legality.why_illegal(problem, GATHERED, KERNELS) is None:

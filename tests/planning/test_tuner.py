@@ -166,7 +166,7 @@ class Clock:
     def __call__(self, names: Sequence[str], number: int) -> dict[str, list[float]]:
         assert number == len(self.asked)
         self.asked.append(list(names))
-        drift = [1.0 + 0.2 * self._draw.random() for _ in range(tuner.ROUND_SAMPLES)]
+        drift = [1.0 + 0.2 * self._draw.random() for _ in range(tuning_session.ROUND_SAMPLES)]
         return {
             name: [self._times[name] * d + self._draw.gauss(0, self._noise) for d in drift]
             for name in (*names, ROOF)
@@ -178,7 +178,7 @@ def test_a_clear_winner_takes_one_round() -> None:
     winner, samples = tuner.settle(clock, ["b", "a", "c"], old="b")
     assert winner == "a"
     assert clock.asked == [["b", "a", "c"]]
-    assert {len(taken) for taken in samples.values()} == {tuner.ROUND_SAMPLES}
+    assert {len(taken) for taken in samples.values()} == {tuning_session.ROUND_SAMPLES}
     assert ROOF in samples
 
 
@@ -198,7 +198,9 @@ def test_other_chunks_are_tried_where_sm_push_is_the_fastest() -> None:
 def test_the_clearly_slower_are_timed_no_more_but_the_old_one_is() -> None:
     clock = Clock(3.0, a=100, b=100.01, slow=130, old=125)
     tuner.settle(clock, ["a", "b", "slow", "old"], old="old")
-    assert clock.asked == [["a", "b", "slow", "old"]] + (tuner.MAX_ROUNDS - 1) * [["a", "b", "old"]]
+    assert clock.asked == [["a", "b", "slow", "old"]] + (tuning_session.MAX_ROUNDS - 1) * [
+        ["a", "b", "old"]
+    ]
 
 
 def test_within_the_noise_the_old_plan_stays() -> None:
@@ -212,16 +214,19 @@ def test_a_single_candidate_wins() -> None:
 
 
 def test_more_rounds_tell_what_one_cannot() -> None:
-    rounds = [[-3.0, 5.0] * (tuner.ROUND_SAMPLES // 2), *4 * [[1.0] * tuner.ROUND_SAMPLES]]
+    rounds = [
+        [-3.0, 5.0] * (tuning_session.ROUND_SAMPLES // 2),
+        *4 * [[1.0] * tuning_session.ROUND_SAMPLES],
+    ]
 
     def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
-        flat = [100.0] * tuner.ROUND_SAMPLES
+        flat = [100.0] * tuning_session.ROUND_SAMPLES
         slower = [100.0 + d for d in rounds[number]]
         return {"a": flat, "b": slower, ROOF: flat}
 
     winner, samples = tuner.settle(time_round, ["a", "b"], old="b")
     assert winner == "a"
-    assert len(samples["b"]) == 3 * tuner.ROUND_SAMPLES
+    assert len(samples["b"]) == 3 * tuning_session.ROUND_SAMPLES
 
 
 def test_ahead_is_about_pairs() -> None:

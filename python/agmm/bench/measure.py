@@ -163,15 +163,15 @@ def _prepare_and_check(
     return results, calls
 
 
-def check_way(
-    prepare: Callable[[Workload], Callable[[], Result]], problem: Workload, reference: torch.Tensor
+def try_way(
+    prepare: Callable[[Workload], Callable[[], Result]], problem: Workload
 ) -> tuple[WayResult, Callable[[], Result] | None]:
-    """Prepares a way and compares it with the reference on every rank. Collective.
+    """Prepares a way and makes one call, whose result nobody looks at. Collective.
 
-    Returns the ranks' common result, without a time, and the call where this rank has one.
+    Returns the ranks' common result, without a time, and the call where every rank has one.
     """
     call: Callable[[], Result] | None = None
-    error, wrong, reason = None, None, None
+    reason = None
     try:
         call = prepare(problem)
         _call_and_poison(call, problem)
@@ -180,8 +180,20 @@ def check_way(
     # The ranks agree before the next call, in which the others would wait for a rank that has
     # failed.
     result = _agree(problem.group, 0.0, None, reason)
-    if call is None or result.reason is not None:
+    return result, call if result.reason is None else None
+
+
+def check_way(
+    prepare: Callable[[Workload], Callable[[], Result]], problem: Workload, reference: torch.Tensor
+) -> tuple[WayResult, Callable[[], Result] | None]:
+    """Prepares a way and compares it with the reference on every rank. Collective.
+
+    Returns the ranks' common result, without a time, and the call where this rank has one.
+    """
+    result, call = try_way(prepare, problem)
+    if call is None:
         return result, None
+    error, wrong, reason = None, None, None
     try:
         error, wrong = _check(call, problem, reference)
     except Exception as e:

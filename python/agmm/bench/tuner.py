@@ -14,6 +14,7 @@ import contextlib
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,15 @@ from agmm._installation import raised_line
 from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.tuning_session import TuningOptions, Verdict, begin, check, first_problem, measure
+from agmm.bench.tuning_session import (
+    MAX_ROUNDS,
+    TuningOptions,
+    Verdict,
+    begin,
+    check,
+    first_problem,
+    measure,
+)
 from agmm.bench.way import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
@@ -36,11 +45,10 @@ from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key, TableError
 from agmm.testing.ranks import RankError
 
-# Choices: what tells plans apart that differ by 1 to 2% in under a minute a shape.
-COARSE_SAMPLES = 5
 FINALISTS = 4
-ROUND_SAMPLES = 10
-MAX_ROUNDS = 5
+"""The number of plans that are timed in rounds: a choice, like those of a `Pace`."""
+_PLANS_BETWEEN_LOOKS = 8
+"""The number of plans after which ranks that have a time limit look at the clock."""
 _NOISES_AHEAD = 3.0  # standard errors
 
 _T = TypeVar("_T")
@@ -63,6 +71,10 @@ class Outcome:
     row: Row | None = None
     old_us: float | None = None
     failures: list[Failure] = field(default_factory=list)
+    medians: dict[Plan, float] = field(default_factory=dict)
+    """The times of all plans that were timed."""
+    finalists: list[Plan] = field(default_factory=list)
+    """The plans that were timed in rounds, which ``medians`` has the times of."""
 
 
 class Progress(Protocol):
@@ -87,7 +99,7 @@ class Silent:
 # --- what leads them ---
 
 
-class _Ranks:
+class Ranks:
     """The ranks of a run: calls functions in every rank, and starts the ranks anew after one has
     failed."""
 
@@ -95,7 +107,7 @@ class _Ranks:
         self._options = options
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> Ranks:
         self._start()
         return self
 
@@ -115,7 +127,7 @@ class _Ranks:
         self._call = self._stack.enter_context(ranks)
 
 
-def _from_rank_0(value: _T) -> _T:
+def from_rank_0(value: _T) -> _T:
     """Return rank 0's value, which JSON can hold, under torchrun, else just the value."""
     if launcher.torchrun_world_size() is None:
         return value
@@ -123,8 +135,8 @@ def _from_rank_0(value: _T) -> _T:
     return found
 
 
-def _plans_from_rank_0(plans: Sequence[Plan]) -> list[Plan]:
-    found = _from_rank_0([tables.plan_to_json(plan) for plan in plans])
+def _plansfrom_rank_0(plans: Sequence[Plan]) -> list[Plan]:
+    found = from_rank_0([tables.plan_to_json(plan) for plan in plans])
     return [tables.plan_from_json(plan) for plan in found]
 
 
@@ -135,7 +147,7 @@ def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[O
     Shapes that this version has tuned before are left out, unless ``options.again``.
     """
     progress = progress or Silent()
-    with _Ranks(options) as ranks:
+    with Ranks(options) as ranks:
         first = ranks(first_problem, options)
         own = tables.user(first.gpu, options.world_size)
         packaged = tables.packaged(first.gpu, options.world_size)
@@ -143,7 +155,7 @@ def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[O
         planner = Planner(kernels_of, found)
         kernels = gather_kernels(first, kernels_of)
         problems = [replace(first, m=s.M, n=s.N, k=s.K) for s in options.shapes]
-        done = _from_rank_0([own is not None and _is_done(own, p) for p in problems])
+        done = from_rank_0([own is not None and _is_done(own, p) for p in problems])
         wanted = [
             (shape, problem)
             for shape, problem, is_done in zip(options.shapes, problems, done, strict=True)
@@ -153,7 +165,7 @@ def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[O
             known = len(problems) - len(wanted)
             progress.say(f"{known} of {len(problems)} shapes were tuned before (--again repeats)")
         for i, (shape, problem) in enumerate(wanted):
-            (old,) = _plans_from_rank_0([planner.choose(problem).plan])
+            (old,) = _plansfrom_rank_0([planner.choose(problem).plan])
             outcome = Outcome(shape, problem, old)
             span = Span(progress, i / len(wanted), 1 / len(wanted), str(shape))
             try:
@@ -192,18 +204,24 @@ def tune_shape(
     outcome: Outcome,
     kernels: Sequence[KernelConfig],
     options: TuningOptions,
-    ranks: _Ranks,
+    ranks: Ranks,
     span: Span,
 ) -> None:
-    shape, old = outcome.shape, outcome.old
+    shape, old, pace = outcome.shape, outcome.old, options.pace
+    until = time.monotonic() + pace.limit_s
     span.at(0.0, "making the reference")
     ranks(begin, shape, options)
-    medians: dict[Plan, float] = {}
+    medians = outcome.medians
     checked: list[Plan] = []
+
+    def is_late() -> bool:
+        return pace.limit_s < math.inf and from_rank_0(time.monotonic() > until)
 
     def try_plans(plans: Sequence[Plan], begin_at: float, end_at: float) -> None:
         before = len(checked)
         for i, plan in enumerate(plans):
+            if i % _PLANS_BETWEEN_LOOKS == 0 and checked and is_late():
+                break
             span.at(begin_at + (end_at - begin_at) * i / len(plans), f"checking {plan.name}")
             reason = _check(plan, checked, outcome, options, ranks)
             if reason is None:
@@ -213,12 +231,12 @@ def tune_shape(
                 span.progress.say(f"{shape}: left out {plan.name}: {reason}")
         new = checked[before:]
         if new:
-            samples = ranks(measure, [plan.name for plan in new], COARSE_SAMPLES)
+            samples = ranks(measure, [plan.name for plan in new], pace.coarse_samples)
             medians.update({plan: statistics.median(samples[plan.name]) for plan in new})
             best = min(medians, key=lambda plan: medians[plan])
             span.leads(best.name, medians[best])
 
-    try_plans(_plans_from_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
+    try_plans(_plansfrom_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
     more = other_orders(medians)
     if more:
         try_plans(more, 0.4, 0.6)
@@ -233,21 +251,25 @@ def tune_shape(
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]
     if old in medians and old not in finalists:
         finalists.append(old)
+    outcome.finalists = finalists
     by_name = {plan.name: plan for plan in finalists}
 
     gain_us = _host_gain_us(outcome.problem)
 
     def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
-        span.at(0.7 + 0.3 * number / MAX_ROUNDS, f"timing {len(names)} plans")
-        taken = ranks(measure, names, ROUND_SAMPLES)
+        span.at(0.7 + 0.3 * number / pace.max_rounds, f"timing {len(names)} plans")
+        taken = ranks(measure, names, pace.round_samples)
         return {name: [us + gain_us.get(name, 0.0) for us in taken[name]] for name in taken}
 
-    winner, samples = settle(time_round, list(by_name), old.name)
+    winner, samples = settle(
+        time_round, list(by_name), old.name, max_rounds=pace.max_rounds, is_late=is_late
+    )
     final = {
         name: statistics.median(taken) - gain_us.get(name, 0.0) for name, taken in samples.items()
     }
+    medians.update({plan: final[name] for name, plan in by_name.items()})
     span.leads(winner, final[winner])
-    unfused_us = final.get(UNFUSED.name, medians.get(UNFUSED))
+    unfused_us = medians.get(UNFUSED)
     outcome.old_us = final.get(old.name)
     outcome.row = Row(
         shape.M, by_name[winner], final[winner], final[ROOF], unfused_us, agmm.__version__
@@ -263,7 +285,7 @@ def _host_gain_us(problem: Problem) -> dict[str, float]:
 
 
 def _check(
-    plan: Plan, checked: Sequence[Plan], outcome: Outcome, options: TuningOptions, ranks: _Ranks
+    plan: Plan, checked: Sequence[Plan], outcome: Outcome, options: TuningOptions, ranks: Ranks
 ) -> str | None:
     """The reason why the plan is left out, or None. After one that breaks the ranks new ones are
     started, which check the others again; those of torchrun have to go on."""
@@ -283,6 +305,9 @@ def settle(
     time_round: Callable[[Sequence[str], int], Mapping[str, Sequence[float]]],
     names: Sequence[str],
     old: str,
+    *,
+    max_rounds: int = MAX_ROUNDS,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[str, dict[str, list[float]]]:
     """Times in rounds until one name is ahead of all others by more than the noise.
 
@@ -292,13 +317,14 @@ def settle(
     Args:
         time_round: takes names and the number of the round; returns equally many interleaved
             samples of each name, and of `ROOF`.
+        is_late: tells whether no further round is to begin; every rank is told the same.
 
     Returns:
         The winner and all samples.
     """
     samples: dict[str, list[float]] = {}
     open_names = list(names)
-    for number in range(MAX_ROUNDS):
+    for number in range(max_rounds):
         timed = [name for name in names if name in open_names or name == old]
         for name, taken in time_round(timed, number).items():
             samples.setdefault(name, []).extend(taken)
@@ -308,7 +334,7 @@ def settle(
             for name in open_names
             if name == leader or not is_ahead(samples[leader], samples[name])
         ]
-        if open_names == [leader]:
+        if open_names == [leader] or is_late():
             break
     return (old if old in open_names else leader), samples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,9 +14,9 @@ import agmm
 from agmm import _core
 from agmm.bench import options as bench_options
 from agmm.bench import scaled_ways
-from agmm.bench.measure import check_way, judge, release_memory
+from agmm.bench.measure import check_way, judge, release_memory, try_way
 from agmm.bench.references import make_problem, references
-from agmm.bench.timer import time_ways
+from agmm.bench.timer import SPIN_US, WARMUP, time_ways
 from agmm.bench.way import ROOF, Result, Workload
 from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import serve
@@ -29,6 +30,29 @@ from agmm.planning.shapes import Shape
 from agmm.runtime import cuda_scaled
 from agmm.runtime import scaling as scalings
 from agmm.runtime.workspaces import cpu_workspace
+
+COARSE_SAMPLES = 5
+ROUND_SAMPLES = 10
+MAX_ROUNDS = 5
+"""Choices: the samples and rounds that tell plans apart that differ by 1 to 2% in under a minute a
+shape."""
+
+
+class Pace(NamedTuple):
+    """How thoroughly the plans of a shape are measured."""
+
+    coarse_samples: int = COARSE_SAMPLES
+    round_samples: int = ROUND_SAMPLES
+    max_rounds: int = MAX_ROUNDS
+    warmup: int = WARMUP
+    spin_us: float = SPIN_US
+    checks: bool = True
+    """Whether each plan is compared with a reference before it is timed."""
+    limit_s: float = math.inf
+    """The time after which a shape gets no further plans and no further rounds."""
+
+
+THOROUGH = Pace()
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,7 @@ class TuningOptions:
     op: str = ALL_GATHER_MATMUL
     scaling: str | None = None
     """The kind of scales of fp8 operands."""
+    pace: Pace = THOROUGH
 
     @classmethod
     def of(
@@ -56,6 +81,7 @@ class TuningOptions:
         dtype: torch.dtype | None = None,
         op: str = ALL_GATHER_MATMUL,
         scaling: str | None = None,
+        pace: Pace = THOROUGH,
         **others: bool,
     ) -> TuningOptions:
         """Return these options with the defaults of dtype and scaling filled in. Raises
@@ -67,7 +93,14 @@ class TuningOptions:
         ).resolved()
         assert given.dtype is not None
         options = cls(
-            device, world_size, tuple(shapes), given.dtype, op=op, scaling=given.scaling, **others
+            device,
+            world_size,
+            tuple(shapes),
+            given.dtype,
+            op=op,
+            scaling=given.scaling,
+            pace=pace,
+            **others,
         )
         if given.scaling is not None and options.row_major:
             raise InvalidArgument(
@@ -125,14 +158,21 @@ class _Session:
         if options.row_major:
             self.problem.operands.B = self.problem.operands.B.contiguous()
         self.return_A = options.return_A
+        self.pace = options.pace
+        self.reference: torch.Tensor | None = None
+        """The result that plans are compared with; None where they are not."""
+        self.allowed = math.inf
+        roof = scaled_ways.ways_of(options.op, options.scaling)[ROOF]
+        if not self.pace.checks:
+            self.calls: dict[str, Callable[[], Any]] = {ROOF: roof.prepare(self.problem)}
+            return
         wanted = references(self.problem)
         self.reference = wanted.others
-        roof = scaled_ways.ways_of(options.op, options.scaling)[ROOF]
         result, call = check_way(roof.prepare, self.problem, wanted.roof)
         if call is None or result.relative_error is None:
             raise RuntimeError(f"the matmul alone failed: {result.reason}")
         self.allowed = wanted.allowed(result.relative_error)
-        self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
+        self.calls = {ROOF: call}
 
     def prepare(self, plan: Plan) -> Callable[[Workload], Callable[[], Any]]:
         return_A = self.return_A
@@ -206,7 +246,8 @@ def begin(shape: Shape, options: TuningOptions) -> None:
     follow."""
     global _session
     _session = None
-    release_memory(_device(options.device))
+    if options.pace.checks:  # whose references take much of it
+        release_memory(_device(options.device))
     _session = _Session(shape, options)
 
 
@@ -221,8 +262,12 @@ class Verdict(NamedTuple):
 def check(plan: Plan) -> Verdict:
     """Compares a plan with the reference; `measure` can time it afterwards if it is right."""
     session = _current()
-    result, call = check_way(session.prepare(plan), session.problem, session.reference)
-    judge(result, session.allowed)
+    prepare = session.prepare(plan)
+    if session.reference is None:
+        result, call = try_way(prepare, session.problem)
+    else:
+        result, call = check_way(prepare, session.problem, session.reference)
+        judge(result, session.allowed)
     if result.reason is None:
         assert call is not None
         session.calls[plan.name] = call
@@ -235,4 +280,12 @@ def measure(names: Sequence[str], samples: int) -> dict[str, list[float]]:
     session = _current()
     calls = {name: session.calls[name] for name in (*names, ROOF)}
     group, device = session.problem.group, session.problem.device
-    return time_ways(calls, group=group, samples=samples, device=device)
+    pace = session.pace
+    return time_ways(
+        calls,
+        group=group,
+        samples=samples,
+        warmup=pace.warmup,
+        spin_us=pace.spin_us,
+        device=device,
+    )

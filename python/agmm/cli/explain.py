@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from agmm import _core
-from agmm.bench.units import duration
 from agmm.cli import gpu_names
 from agmm.cli.explain_paths import by_other_path, why_on_hosts
 from agmm.cli.explain_reasons import why, why_not_by_torch
+from agmm.cli.explain_times import times
 from agmm.cli.explanations import Alternative, Explanation
 from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.legality import why_unfused
-from agmm.planning.op_plans import Choice, KernelsOf, gather_kernels
+from agmm.planning.op_plans import KernelsOf, gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning.predictions import uncertainty
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     CPU,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
-    OPS,
     PLAIN,
     Problem,
 )
@@ -160,10 +160,11 @@ def explain(
         on_one_host=on_one_host,
         source=choice.source,
         predicted_us=choice.predicted_us,
+        uncertainty=uncertainty(problem, choice.plan),
         alone_us=cost_model.matmul_us(problem) if has_alone else None,
         measured_us=None if row is None else row.us,
         measured_alone_us=None if row is None else row.roof_us,
-        times=tuple(_times(problem, choice)),
+        times=tuple(times(problem, choice)),
         notes=tuple(notes),
         alternatives=alternatives,
     )
@@ -310,45 +311,6 @@ def _named(problem: Problem, plan: Plan, not_by_torch: str | None) -> str:
         product = "torch._scaled_mm" if not_by_torch is None else "a product in float32"
         return f"{plan.name}, {_OF_FP8[problem.op].format(product)}"
     return plan.name
-
-
-def _times(problem: Problem, choice: Choice) -> Iterable[str]:
-    if choice.predicted_us is not None:
-        yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
-    row = choice.row
-    if row is None:
-        if problem.op not in OPS:
-            return  # nothing tunes it
-        if problem.gpu == CPU or why_unfused(problem.format, problem.n, problem.k) is None:
-            of = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
-            by = f"agmm tune{of}" if problem.epilogue == PLAIN else "AGMM_LEARN=on"
-            yield f"measured: not yet ({by} does it)"
-        elif problem.op == MATMUL_REDUCE_SCATTER:
-            yield "measured: not yet"
-    elif row.roof_us is None:
-        yield f"measured: {duration(row.us)}"
-    else:
-        yield (
-            f"measured: {duration(row.us)}, {row.us / row.roof_us:.2f} × the matmul alone "
-            f"({duration(row.roof_us)}), by agmm {row.agmm}"
-        )
-
-
-def _beside_roof(problem: Problem, choice: Choice) -> str:
-    """The prediction over that of the matmul alone, in words.
-
-    The ratio is given where it means something. A matmul that is mostly launch and latency is
-    predicted by other constants than the call, and below 1 the two models' errors are all that
-    is left: the call holds that matmul.
-    """
-    assert choice.predicted_us is not None
-    roof = cost_model.matmul_us(problem)
-    c = cost_model.constants(problem.gpu)
-    if c.launch_us + c.matmul_latency_us > roof / 2:
-        return f"the matmul alone {duration(roof)}, mostly latency: their ratio says nothing"
-    if choice.predicted_us < roof:
-        return f"the matmul alone {duration(roof)}: alike, as well as the model knows"
-    return f"{choice.predicted_us / roof:.2f} × the matmul alone ({duration(roof)})"
 
 
 _UNFUSED = {

@@ -44,6 +44,8 @@ class Explanation:
     hosts."""
     source: str | None = None
     predicted_us: float | None = None
+    uncertainty: float | None = None
+    """How far off the prediction is for nine in ten shapes, as a share of it."""
     alone_us: float | None = None
     """The predicted time of the matmul alone."""
     measured_us: float | None = None
@@ -96,6 +98,7 @@ class Explanation:
             "plan_on_one_host": self.on_one_host,
             "source": self.source,
             "predicted_us": self.predicted_us,
+            "uncertainty": self.uncertainty,
             "matmul_alone_us": self.alone_us,
             "measured_us": self.measured_us,
             "measured_matmul_alone_us": self.measured_alone_us,

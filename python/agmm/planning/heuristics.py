@@ -50,6 +50,11 @@ _HEAD = (128, 4)
 CTAs of their own push. These need `_PUSH_SMS` free multiprocessors, and a matmul that takes the
 others' rows faster than its own warps send them."""
 
+_MOST_SPLIT_CTAS = 96
+"""The most CTAs of a matmul whose K is split, beside which CTAs of their own push. Those take
+places that the clusters of the others need: with 100 to 120 of them calls on two H200 took up to
+twice as long as with 96."""
+
 _READINGS_THAT_HIDE = 2.0
 """The readings of B that hide the arithmetic: see `reads_b_across`. A choice, not measured."""
 _ROWS_OF_A_COLUMN = 6
@@ -174,6 +179,8 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
     columns = PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
     has_head = waits and (one_peer or not straddles)
+    if splits > 1 and load.blocks * tiling.ctas > _MOST_SPLIT_CTAS:
+        has_head = False
     if has_head and _can_have_head(problem.k, tiling.free_sms(load.blocks)):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:

@@ -58,6 +58,11 @@ class Choice:
     """The row of exactly this problem."""
 
 
+def rated_us(problem: Problem, plan: Plan, us: float) -> float:
+    """The predicted time of a plan as it is compared with other plans."""
+    return us * (cost_model.choice_margin(problem, plan.transport.family) or 1.0)
+
+
 class Found(NamedTuple):
     """A choice whose time is predicted only where the choosing needed it."""
 
@@ -130,15 +135,16 @@ class GatherPlans:
                 )
             plan, us = self._unfused(here)
             return Found(plan, NO_KERNEL, us)
-        varies = 0.0
-        if cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES:
-            varies = _GATHER_VARIES
-        margin_us = varies * cost_model.all_gather_us(problem)
         plan, us = self._unfused(here)
-        if plan == GATHERED:  # whose time does not vary
+        margin = cost_model.choice_margin(problem, plan.transport.family)
+        if margin is not None:
+            is_faster = rated_us(problem, *best) <= us * margin
+        elif plan == GATHERED:  # whose time does not vary
             is_faster = us >= best[1] * cost_model.gathered_margin(problem)
         else:
-            is_faster = best[1] <= us + margin_us
+            is_large = cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES
+            varies = _GATHER_VARIES if is_large else 0.0
+            is_faster = best[1] <= us + varies * cost_model.all_gather_us(problem)
         # One rank has nothing to gather: the unfused path would only copy A.
         if fused or problem.world_size == 1 or is_faster:
             return Found(best[0], "cost model", best[1])
@@ -177,9 +183,9 @@ class GatherPlans:
         if here.unfused is None:
             here.unfused = UNFUSED, cost_model.unfused_us(problem)
             if GATHER.why_illegal(problem, None) is None:
-                gathered_us = cost_model.gathered_us(problem)
-                if gathered_us < here.unfused[1]:
-                    here.unfused = GATHERED, gathered_us
+                gathered = GATHERED, cost_model.gathered_us(problem)
+                if rated_us(problem, *gathered) < rated_us(problem, *here.unfused):
+                    here.unfused = gathered
         return here.unfused
 
 
@@ -203,9 +209,8 @@ class ScatterPlans:
         is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
         others = [BY_TORCH if is_fused or (fused and not own) else UNFUSED]
         rated = own if fused and own else [*own, *others]
-        us, plan = min(
-            ((predict_us(problem, plan) or 0.0, plan) for plan in rated), key=lambda pair: pair[0]
-        )
+        timed = [(plan, predict_us(problem, plan) or 0.0) for plan in rated]
+        plan, us = min(timed, key=lambda pair: rated_us(problem, *pair))
         return Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[Plan]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import log
 from statistics import fmean
 
-from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans
+from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans, rated_us
 from agmm.planning.plans import BY_LIBRARY, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.problems import Problem
@@ -183,14 +183,14 @@ class Planner:
             if plan_here.transport != tuned.row.plan.transport:
                 measured = max(1.0, measured)  # it says little of another plan
             ratios.append((plans.likeness(tuned.row.plan), measured))
-            rated.append((here_us * measured, plan_here))
+            rated.append((rated_us(problem, plan_here, here_us) * measured, plan_here))
         assert favourite.us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])
         alike = [ratio for of, ratio in ratios if of == plans.likeness(favourite.plan)]
         mean = fmean(alike or [ratio for _, ratio in ratios])
         is_theirs = any(favourite.plan == plan for _, plan in rated)
         found = Found(best, source)
-        if not is_theirs and favourite.us * mean < best_us:
+        if not is_theirs and rated_us(problem, favourite.plan, favourite.us) * mean < best_us:
             found = favourite._replace(source=f"cost model, against what was {source}")
         look.between = near, favourite, found
         return found

@@ -59,6 +59,11 @@ class Transport(ABC):
     def name(self) -> str:
         """The transport's name in tables, plans and messages."""
 
+    @property
+    def family(self) -> str:
+        """The name that transports share which differ in how a shard is cut alone."""
+        return self.name
+
     def serves(self, problem: Problem) -> bool:
         """Whether the problem's op has the transport on a GPU for the problem's format."""
         return problem.op in self.ops and formats.of(problem.format).kind in self.kinds
@@ -182,6 +187,10 @@ class SmPush(FusedGather):
         first = f"+{self.first_peers}" if self.first_peers else ""
         head = f"h{self.head_chunks}" if self.head_chunks else ""
         return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
+
+    @property
+    def family(self) -> str:
+        return "sm push"
 
     def has_ctas(self, k: int) -> bool:
         """Whether CTAs of their own push some of K columns."""

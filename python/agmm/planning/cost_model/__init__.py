@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from agmm.planning.cost_model.collectives import (
     STEADY_GATHER_BYTES,
+    choice_margin,
     gathered_bytes,
     gathered_margin,
     gathered_us,
@@ -78,6 +79,7 @@ __all__ = [
     "all_gather_us",
     "arithmetic_us",
     "arrival_us",
+    "choice_margin",
     "clusters",
     "clusters_at_once",
     "constants",

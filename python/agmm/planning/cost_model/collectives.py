@@ -17,10 +17,10 @@ from typing import Literal
 
 from agmm import _core
 from agmm.planning import formats
-from agmm.planning.cost_model.gpu_constants import constants
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
-from agmm.planning.problems import CPU, Problem
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
@@ -122,6 +122,10 @@ def gathered_bytes(problem: Problem) -> int:
 STEADY_GATHER_BYTES = 4e6
 """The most bytes of an all-gather whose time is its latency, which is steady."""
 
+STEADY_SCATTER_BYTES = 2.2e6
+"""The most bytes of a sum whose reduce-scatter by NCCL is mostly latency, between two H200. Where
+there are more, a fused call takes less than the library, which seldom is much faster."""
+
 _GATHERED_MARGIN = 1.1
 """A gather by agmm's kernel before the library's matmul may take so many times the predicted time
 of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer than predicted up to
@@ -146,6 +150,23 @@ def gathered_margin(problem: Problem) -> float:
     if not is_large or problem.world_size <= 2:
         return _GATHERED_MARGIN
     return _LARGE_GATHERED_MARGIN if is_b_in_l2(problem) else _LARGE_B_GATHERED_MARGIN
+
+
+def margin_name(problem: Problem, family: str) -> str:
+    """The name that ``choice_margins`` has for plans with transports of a family."""
+    if family == "gather":
+        is_large = gathered_bytes(problem) > STEADY_GATHER_BYTES
+    else:
+        scatters = family == "unfused" and problem.op == MATMUL_REDUCE_SCATTER
+        is_large = scatters and problem.m * problem.n * ELEMENT_BYTES > STEADY_SCATTER_BYTES
+    return f"large {family}" if is_large else family
+
+
+def choice_margin(problem: Problem, family: str) -> float | None:
+    """The factor of ``choice_margins`` for plans with transports of a family; None where none were
+    fitted for the op."""
+    fitted = constants_for(problem).choice_margins.get(problem.op)
+    return None if fitted is None else fitted.get(margin_name(problem, family), 1.0)
 
 
 def why_not_gathered(problem: Problem) -> str | None:

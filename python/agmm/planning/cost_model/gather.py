@@ -117,6 +117,11 @@ class At:
             found = self._memory_us[readings_of_b] = matmul_memory_us(self.problem, readings_of_b)
         return found
 
+    def gathering_us(self, readings_of_b: int) -> float:
+        """`memory_us`, with the latency that a gather adds where there is one."""
+        latency_us = self.c.gathered_latency_us if self.world_size > 1 else 0.0
+        return latency_us + self.memory_us(readings_of_b)
+
     def load(self, t: Tiling) -> Load:
         if t.stream is not None:
             us, behind_us = t.stream.us(self.problem)
@@ -136,7 +141,7 @@ class At:
             tile_us -= t.hidden_us * (waves - 1) / waves
         # The tiles of one chunk after the other read all of B, unless it stays in the L2 cache.
         reads_once = self.b_in_l2 or t.across
-        memory_us = self.memory_us(1 if reads_once else min(self.world_size, rows_of_blocks))
+        memory_us = self.gathering_us(1 if reads_once else min(self.world_size, rows_of_blocks))
         busy_us = tile_us * waves
         lost_us = lost_clock_us(c, busy_us, t.schedule)
         return Load(tile_us, blocks, waves, memory_us, lost_us)
@@ -178,7 +183,7 @@ class At:
         for `least_us`. It has 0 waves, since clusters of some numbers of splits need a second one,
         which does not wait as the only one does. ``t`` is that of the kernel without splits."""
         rows_of_blocks = -(-self.problem.m // t.block_rows)
-        memory_us = self.memory_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
+        memory_us = self.gathering_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
         return Load(t.least_split_us, rows_of_blocks * t.blocks_in_row, 0, memory_us, 0.0)
 
     def fused_us(self, t: Tiling, load: Load, is_pull: bool) -> float:
@@ -229,6 +234,8 @@ class At:
         blocks_left = max(0, -(-(blocks - early) // t.workers) - 1)
         first_us = max(tile_us + disturbance, sent + tile_us / chunks)
         remote_us = c.sm_push_us + first_us + tile_us * blocks_left
+        if has_ctas:
+            remote_us += c.sm_push_cta_us
         if waves == 1 and self.problem.m > t.block_rows and self.straddles(t.tile_m):
             remote_us += c.sm_push_straddling_us
         longest_us = max(local_us, remote_us)

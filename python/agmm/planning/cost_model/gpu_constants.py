@@ -16,6 +16,9 @@ _FOLDER = Path(__file__).parents[1] / "tables"
 ELEMENT_BYTES = 2
 """The size of an element of a result, whatever the operands are."""
 
+NEVER_US = 1e9
+"""The time of what a GPU's constants do not know: it is never the shorter one."""
+
 _T = TypeVar("_T")
 
 
@@ -141,6 +144,40 @@ class Constants:
     formats: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The constants that differ for operands of other kinds than `formats.BITS_16`, by
     `Format.kind`."""
+    of_ranks: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """The constants that differ for a number of ranks, by that number and by `Format.kind`, as
+    `benchmarks/fit_plans.py` fits them. What is given by kernel is added to what the GPU has."""
+    choice_margins: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The factors by which predictions of plans are multiplied where plans are compared, by op and
+    by the name of a transport, where they were fitted. What is seldom as fast as predicted has one
+    above 1."""
+    gathered_latency_us: float = 0.0
+    """The latency that a fused gather adds to its memory traffic."""
+    gathered_overlap: float = 0.0
+    """The share of ``tile_overhead_us`` that is hidden behind a gather, for every tile but one."""
+    scatter_reads_anew: bool = False
+    """Whether the constants of scatters were fitted with B read anew for each rank's rows, where it
+    does not stay in the L2 cache, and with this latency of memory traffic."""
+    scatter_latency_us: float = 0.0
+    """The latency that a fused scatter adds to its memory traffic."""
+    scatter_rate_factor: dict[str, float] = field(default_factory=dict)
+    """The rate at which a kernel that scatters sends, by kernel, as a multiple of
+    ``scatter_gb_per_s``."""
+    small_reduce_scatter_us: float = NEVER_US
+    small_reduce_scatter_gb_per_s: float = 1.0
+    """The time of NCCL's reduce-scatter of few bytes, where that is shorter than by
+    ``reduce_scatter_us`` and its rate."""
+    unaligned_scatter_factor: dict[str, float] = field(default_factory=dict)
+    """The factor by which the main loop of a tile that is sent takes longer where rows of K columns
+    are no whole lines of 128 bytes, by kernel."""
+    scatter_add_us: float = 0.0
+    """The time in which a tile of 128 x 128 of the own rows is added up, where the links are slower
+    than the tiles; larger ones take longer."""
+    sm_push_cta_us: float = 0.0
+    """The additional time until an SM push has arrived where CTAs of their own send."""
+    uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
+    """How far off predictions are, as a share of them, by op and by `Transport.family`: of nine in
+    ten calls that nothing was fitted to, at most so much."""
 
     def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
         """The value of a constant that is given by kernel for this one, or ``other``."""
@@ -173,24 +210,39 @@ def constants(gpu: str) -> Constants:
     return _given.get(gpu) or _of_file(gpu)
 
 
-_of_kinds: dict[tuple[str, str], tuple[Constants, Constants]] = {}
-"""The constants by GPU and kind of format: those for 16 bits, and those for the kind."""
+_of_kinds: dict[tuple[str, str, int], tuple[Constants, Constants]] = {}
+"""The constants by GPU, kind of format and number of ranks: those that the GPU has for one rank and
+16 bits, and those for the kind and the ranks."""
 
 
 def constants_for(problem: Problem) -> Constants:
-    """The constants of the problem's GPU for operands of its format."""
-    return constants_of_kind(problem.gpu, formats.of(problem.format).kind)
+    """The constants of the problem's GPU for operands of its format and its number of ranks."""
+    return constants_of_kind(problem.gpu, formats.of(problem.format).kind, problem.world_size)
 
 
-def constants_of_kind(gpu: str, kind: str) -> Constants:
-    """The constants of ``gpu`` for operands of one `Format.kind`."""
+def constants_of_kind(gpu: str, kind: str, world_size: int = 1) -> Constants:
+    """The constants of ``gpu`` for operands of one `Format.kind` between so many ranks."""
     base = constants(gpu)
-    if kind not in base.formats:
-        return base
-    found = _of_kinds.get((gpu, kind))
+    found = _of_kinds.get((gpu, kind, world_size))
     if found is None or found[0] is not base:
-        found = _of_kinds[gpu, kind] = base, replace(base, **base.formats[kind], formats={})
+        special = base
+        if kind in base.formats:
+            special = replace(base, **base.formats[kind], formats={})
+        of_ranks = base.of_ranks.get(str(world_size), {}).get(kind)
+        if of_ranks is not None:
+            special = with_changes(special, of_ranks)
+        found = _of_kinds[gpu, kind, world_size] = base, special
     return found[1]
+
+
+def with_changes(constants: Constants, changes: Mapping[str, Any]) -> Constants:
+    """The constants with others; of those that are given by name, only the names that the changes
+    have differ."""
+    merged: dict[str, Any] = {
+        name: {**getattr(constants, name), **value} if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return replace(constants, **merged)
 
 
 @cache

@@ -57,7 +57,8 @@ def matmul_reduce_scatter_us(problem: Problem) -> float:
 
 def library_reduce_scatter_us(c: Constants, sent: float) -> float:
     """Predicted time in µs of NCCL's reduce-scatter, of which a rank sends so many bytes."""
-    return c.reduce_scatter_us + sent / (c.reduce_scatter_gb_per_s * 1e3)
+    small_us = c.small_reduce_scatter_us + sent / (c.small_reduce_scatter_gb_per_s * 1e3)
+    return min(small_us, c.reduce_scatter_us + sent / (c.reduce_scatter_gb_per_s * 1e3))
 
 
 def fused_matmul_reduce_scatter_us(problem: Problem) -> float:

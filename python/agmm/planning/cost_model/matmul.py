@@ -68,9 +68,11 @@ class Tiling:
         self.busy_us = busy_us
         """The time of a tile's main loop when all multiprocessors have one."""
         self.fixed_us = c.overhead_us(config)
-        overlaps = config.schedule == "pingpong" and problem.world_size == 1
-        self.hidden_us = c.pingpong_overlap * self.fixed_us if overlaps else 0.0
-        """The time of each tile but one that another warpgroup hides."""
+        overlap = c.gathered_overlap
+        if problem.world_size == 1:
+            overlap = c.pingpong_overlap if config.schedule == "pingpong" else 0.0
+        self.hidden_us = overlap * self.fixed_us
+        """The time of each tile but one that another warpgroup hides, or another tile."""
         if config.splits_in_cluster:
             once_us, each_us = c.cluster_split_us
         else:
@@ -79,7 +81,7 @@ class Tiling:
         # A tile in n splits takes busy / n * (1 - gain) + fixed + n * split; this is the time at
         # the best n of all numbers.
         parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * each_us) ** 0.5
-        self.least_split_us = self.fixed_us + once_us + parts_us
+        self.least_split_us = self.fixed_us - self.hidden_us + once_us + parts_us
         """The least time of a tile whose K is split."""
 
     def free_sms(self, blocks: int) -> int:

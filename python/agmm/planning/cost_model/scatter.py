@@ -9,8 +9,11 @@ from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.collectives import fastest_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants_for
-from agmm.planning.cost_model.matmul import lost_clock_us, matmul_us
+from agmm.planning.cost_model.matmul import is_b_in_l2, lost_clock_us, matmul_us, roofline_us
 from agmm.planning.problems import KernelConfig, Problem
+
+LINE_BYTES = 128
+"""The bytes of a line of the L2 cache on Hopper GPUs (NVIDIA's tuning guide)."""
 
 
 def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
@@ -38,9 +41,9 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     The time is that of the waves of tiles, and of the tiles of others' rows in the last wave on
     their way, which own tiles of that wave await. Or, where the links are slower, it is theirs, and
     then that of the own tiles but for a wave, which is computed while the last are on their way. It
-    is never less than that of reading A and B. A tile whose K is split takes a fraction of its
-    time, and that of storing sums or adding them up (which was measured in an all-gather -> matmul
-    only).
+    is never less than that of reading A and B. A tile whose K is split takes a
+    fraction of its time, and that of storing sums or adding them up (which was measured in an
+    all-gather -> matmul only).
     """
     c = constants_for(problem)
     own, blocks, at_once = scatter_blocks(problem, kernel)
@@ -48,12 +51,25 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     tile_us, block_us = _tile_us(problem, kernel), _sent_block_us(problem, kernel)
     sent_last = max(0, blocks - (waves - 1) * at_once - own)
     multiplied_us = waves * tile_us + sent_last * block_us
-    linked_us = tile_us + (blocks - own) * block_us + max(0.0, own / at_once - 1.0) * tile_us
+    added_us = c.scatter_add_us * kernel.tile_m * kernel.tile_n / 128**2
+    last_own_us = max(0.0, own / at_once - 1.0) * (tile_us + added_us)
+    linked_us = tile_us + (blocks - own) * block_us + last_own_us
     multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
+    computed_us = max(multiplied_us, linked_us)
+    read_us = _read_us(problem)
+    if c.scatter_reads_anew:
+        return _call_us(problem) + roofline_us(computed_us, c.scatter_latency_us + read_us)
+    return _call_us(problem) + max(computed_us, read_us)
+
+
+def _read_us(problem: Problem) -> float:
+    """The time in which A and B are read, B for each rank's rows where the constants say so."""
+    c = constants_for(problem)
+    is_anew = c.scatter_reads_anew and not is_b_in_l2(problem)
+    readings = problem.world_size if is_anew else 1
     element_bytes = formats.of(problem.format).element_bytes
-    read_bytes = (problem.m + problem.n) * problem.k * element_bytes
-    read_us = read_bytes / (c.matmul_gb_per_s * 1e3)
-    return _call_us(problem) + max(multiplied_us, linked_us, read_us)
+    read_bytes = (problem.m + problem.n * readings) * problem.k * element_bytes
+    return read_bytes / (c.matmul_gb_per_s * 1e3)
 
 
 def _call_us(problem: Problem) -> float:
@@ -66,6 +82,8 @@ def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
     us_per_k = 2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm
     other = us_per_k, c.other_scatter_overhead_us
     us_per_k, overhead_us = c.of_kernel(c.scatter_tile_us, kernel, other)
+    if problem.k * formats.of(problem.format).element_bytes % LINE_BYTES:
+        us_per_k *= c.of_kernel(c.unaligned_scatter_factor, kernel, 1.0)
     tile_us = overhead_us + us_per_k * problem.k / kernel.splits
     return tile_us if kernel.splits == 1 else tile_us + c.split_us * kernel.splits
 
@@ -73,7 +91,9 @@ def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
 def _sent_block_us(problem: Problem, kernel: KernelConfig) -> float:
     """The time that the links take for a cluster of tiles."""
     elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
-    return elements * ELEMENT_BYTES / (constants_for(problem).scatter_gb_per_s * 1e3)
+    c = constants_for(problem)
+    rate = c.scatter_gb_per_s * c.of_kernel(c.scatter_rate_factor, kernel, 1.0)
+    return elements * ELEMENT_BYTES / (rate * 1e3)
 
 
 def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
