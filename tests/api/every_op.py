@@ -459,6 +459,11 @@ def _fp8_gathers(make: _Maker) -> Iterator[Call]:
         given = operands(names, is_rowwise=is_rowwise)
         yield Call(public, given, settings, flops, False)
         yield Call(torchs, operands(of_op, is_rowwise=is_rowwise), settings, flops, False)
+    for quantize_out in ("tensorwise", "block"):
+        given = operands(names)
+        if quantize_out == "tensorwise":
+            given["scale_out"] = make.scales()
+        yield Call(public, given, dim | {"quantize_out": quantize_out}, flops, False)
     gated: _Settings = {"activation": "gelu_tanh_mul"}
     yield Call(public, operands(names), settings | gated, flops, False)
     settings = settings | {"out_dtype": E4M3}

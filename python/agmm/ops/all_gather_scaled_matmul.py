@@ -278,10 +278,13 @@ def all_gather_scaled_matmul(
         Unsupported: under ``strict`` only.
     """
     if quantize_out is not None or scale_out is not None:
+        is_list = isinstance(result_scale, (list, tuple))
+        given_scales: Any = result_scale if is_list else [result_scale]
+        is_scaled = any(scale is not None for scale in given_scales)
         quantise = quantized_outs.checked(
             *(quantize_out, scale_out),
             dtype=("out_dtype", out_dtype),
-            others={"return_A": return_A, "result_scale": result_scale is not None},
+            others={"return_A": return_A, "result_scale": is_scaled},
         )
         op: Any = (
             all_gather_scaled_matmul  # a function of many forms, which takes what it was given
