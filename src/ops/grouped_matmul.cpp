@@ -19,12 +19,14 @@ namespace {
 /// The most signals of a launch: the report of a wait has so many bits for one.
 constexpr int64_t kMostRowSignals = int64_t(1) << LateWait::kChunkBits;
 
-void check_weight(char const* name, ExpertWeight const& weight) {
+void check_weight(char const* name, ExpertWeight const& weight, int32_t row) {
   require_aligned(name, weight.b);
   require_multiple(name, "leading dimension", weight.ldb);
   require_multiple(name, "stride of experts", weight.expert_stride);
-  if (weight.ldb < 1 || weight.expert_stride < 1) {
-    refuse(name, "strides that are not positive", "positive ones");
+  if (weight.expert_stride < 1) refuse(name, "a stride that is not positive", "a positive one");
+  if (weight.ldb < row) {
+    refuse(name, "a leading dimension of " + std::to_string(weight.ldb),
+           "at least " + std::to_string(row));
   }
 }
 
@@ -54,8 +56,9 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
   require_aligned("rows", args.a);
   require_aligned("out", args.out);
   if (args.offsets == nullptr) refuse("offsets", "null", "device memory");
-  check_weight("weights", args.weight);
-  if (args.epilogue == Epilogue::Gate) check_weight("weights", args.up);
+  int32_t const row = args.b_layout == BLayout::ColumnMajor ? args.k : args.out_columns;
+  check_weight("weights", args.weight, row);
+  if (args.epilogue == Epilogue::Gate) check_weight("weights", args.up, row);
   RowArrival const& arrival = args.arrival;
   if (arrival.arrived != nullptr) {
     if (arrival.begins == nullptr) refuse("begins", "null", "device memory");

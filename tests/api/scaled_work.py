@@ -374,8 +374,10 @@ def summed_as_on_cuda(world_size: int, kind: str, bias: bool) -> Result:
         assert kernel == KERNEL and A.shape[0] % world_size == 0
         sizes, fast = A.shape, call.given.fast_accum
 
-        def made(As: Any, Bs: Any, bias: Any, scale_as: Any, scale_bs: Any) -> torch.Tensor:
-            assert As[0].shape == sizes and As[0].is_contiguous()
+        def made(
+            As: Any, Bs: Any, bias: Any, residual: Any, scale_as: Any, scale_bs: Any
+        ) -> torch.Tensor:
+            assert As[0].shape == sizes and As[0].is_contiguous() and residual is None
             called.append("scatter")
             of_all = As, Bs, scale_as, scale_bs, bias
             given = ScaledProducts(*of_all, None, torch.bfloat16, fast)

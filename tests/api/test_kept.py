@@ -220,7 +220,7 @@ def test_a_kept_all_reduce_returns_no_view(group: str, monkeypatch: pytest.Monke
         assert not out._is_view()
 
 
-def _product(As: Any, Bs: Any, bias: Any) -> torch.Tensor:
+def _product(As: Any, Bs: Any, bias: Any, residual: Any) -> torch.Tensor:
     return torch.mm(As[0], Bs[0])
 
 

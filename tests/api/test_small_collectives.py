@@ -244,7 +244,7 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         called.append(name)
         return torch.empty(4096, 1)
 
-    summed = mock.Mock(side_effect=lambda As, Bs, bias: As[0].new_empty(1024, 4096))
+    summed = mock.Mock(side_effect=lambda As, *_: As[0].new_empty(1024, 4096))
     monkeypatch.setattr(plain_all_reduce, "call_with", lambda *_, **__: summed)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock())

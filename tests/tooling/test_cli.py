@@ -112,8 +112,8 @@ def test_version() -> None:
             ["m: found 9", "multiple of tp, 2"],
         ),
         (
-            ["explain", "--m", "8", "--n", "8", "--k", "8", "--tp", "2", "--gpu", "b200"],
-            ["gpu: found 'b200'", "nvidia-h200"],
+            ["explain", "--m", "8", "--n", "8", "--k", "8", "--tp", "2", "--gpu", "v100"],
+            ["gpu: found 'v100'", "nvidia-h200"],
         ),
     ],
 )

@@ -11,16 +11,18 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import (
     FLOATS,
-    check_bias_of_experts,
     check_count,
     check_dtype,
     check_listed,
     check_matrix,
     check_operand,
+)
+from agmm.ops.grouped import GroupedCall
+from agmm.ops.grouped_checks import (
+    check_bias_of_experts,
     check_routing,
     check_weights_of_experts,
 )
-from agmm.ops.grouped import GroupedCall
 from agmm.ops.grouped_products import products, rows_at
 from agmm.ops.pipeline import Route, serve
 from agmm.runtime import groups, nan_check

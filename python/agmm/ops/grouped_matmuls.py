@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
-from agmm.ops.checks import check_flag, check_listed, check_operand, check_stack
+from agmm.ops.checks import check_flag, check_listed, check_operand
+from agmm.ops.grouped_checks import check_stack
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
 from agmm.runtime import groups

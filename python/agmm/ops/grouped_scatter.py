@@ -10,19 +10,21 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import (
     FLOATS,
-    check_bias_of_experts,
-    check_columns_of_experts,
     check_count,
     check_device,
     check_dtype,
     check_listed,
     check_matrix,
     check_operand,
-    check_routing,
     check_same,
-    check_weights_of_experts,
 )
 from agmm.ops.grouped import GroupedCall, counts_of
+from agmm.ops.grouped_checks import (
+    check_bias_of_experts,
+    check_columns_of_experts,
+    check_routing,
+    check_weights_of_experts,
+)
 from agmm.ops.grouped_gather import check_total
 from agmm.ops.grouped_products import wide_sums
 from agmm.ops.pipeline import Route, serve

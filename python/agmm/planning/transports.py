@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from agmm.planning import cost_model, formats
@@ -69,8 +68,7 @@ class Transport(ABC):
         return problem.op in self.ops and formats.of(problem.format).kind in self.kinds
 
     def of_fp8(self, problem: Problem) -> str:
-        """`why_not_fp8` behind a colon where the problem's operands are fp8; empty where there is
-        no reason, and for other operands."""
+        """`why_not_fp8` behind a colon, of operands of fp8; empty where nothing is to be said."""
         is_fp8 = formats.of(problem.format).kind == formats.FP8
         return f": {self.why_not_fp8}" if is_fp8 and self.why_not_fp8 else ""
 
@@ -229,10 +227,8 @@ class SmPush(FusedGather):
         return None
 
     def us_at(self, at: At, tiling: Tiling, load: Load) -> float:
-        has_ctas = self.has_ctas(at.problem.k)
-        return at.sm_push_us(
-            tiling, load, self.chunk_columns, self.parts, self.first_peers, has_ctas
-        )
+        cut = self.chunk_columns, self.parts, self.first_peers
+        return at.sm_push_us(tiling, load, *cut, self.has_ctas(at.problem.k))
 
     def core_arguments(self) -> CoreArguments:
         return 2, self.parts, self.chunk_columns, self.first_peers, self.head_chunks
@@ -277,14 +273,11 @@ class Backend(Transport):
         return None if kernel is None else super().why_illegal(problem, kernel)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
-        return _BACKEND_US[problem.op](problem)
-
-
-_BACKEND_US: dict[str, Callable[[Problem], float]] = {
-    ALL_GATHER_MATMUL: cost_model.unfused_us,
-    MATMUL_REDUCE_SCATTER: cost_model.matmul_reduce_scatter_us,
-    MATMUL_ALL_REDUCE: cost_model.matmul_all_reduce_us,
-}
+        if problem.op == ALL_GATHER_MATMUL:
+            return cost_model.unfused_us(problem)
+        if problem.op == MATMUL_REDUCE_SCATTER:
+            return cost_model.matmul_reduce_scatter_us(problem)
+        return cost_model.matmul_all_reduce_us(problem)
 
 
 @dataclass(frozen=True)
@@ -332,8 +325,7 @@ class Lagged(Transport):
         return None if kernel is None else cost_model.lagged_all_reduce_us(problem, kernel)
 
     def gain(self, world_size: int) -> float:
-        """Return 0.95 between 4 ranks, within which six of eight calls on 4 H100 were predicted,
-        and 0.9 between others, which nobody has measured."""
+        """Return 0.95 between 4 ranks, as six of eight calls on 4 H100 bear out; 0.9 is a guess."""
         return 0.95 if world_size == 4 else 0.9
 
 
@@ -361,8 +353,7 @@ class Scatter(Transport):
 
 @dataclass(frozen=True)
 class Unknown(Transport):
-    """A transport that this version of agmm does not have, such as one of a table of another. No
-    plan with it is legal."""
+    """A transport of another version's table. No plan with it is legal."""
 
     text: str
 

@@ -123,6 +123,7 @@ struct GroupedKernel {
   static constexpr int kQuarterRows = kTileM / kTileQuarters;
   static_assert(kTileN % (kAtomColumns * kWarpgroupsOfGroup * kWeights) == 0);
   static_assert(kOutColumns <= 256, "a box of TMA");
+  static_assert(kClusterN <= 2, "a tile beyond the last column is moved by one tile");
   static_assert(kQuarterRows % (8 * kClusterN) == 0, "each CTA of a cluster loads whole atoms");
   static_assert(kQuarterRows % 16 == 0, "a warp stages 16 rows at once");
   static_assert(kAtoms * kTileM / 2 <= 128, "sums that leave registers for the rest");

@@ -23,8 +23,8 @@ struct ResidualTile {
   template <int kThreads, int kTileM, int kTileN>
   CUTLASS_DEVICE void prefetch(int thread) const {
     constexpr int kLine = 128 / int(sizeof(Element));  // elements
-    static_assert(kTileN % kLine == 0);
-    constexpr int kLines = kTileN / kLine;  // of a row
+    // The number of lines of a row; the last may end in the next tile.
+    constexpr int kLines = (kTileN + kLine - 1) / kLine;
     CUTLASS_PRAGMA_UNROLL
     for (int i = thread; i < kTileM * kLines; i += kThreads) {
       int32_t const row = first_row + i / kLines;

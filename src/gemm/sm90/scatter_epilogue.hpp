@@ -38,8 +38,9 @@ struct ScatterEpilogue : Base {
   /// Whether the sender brings the others' sums: no other consumers compute while they are added.
   static constexpr bool kFetches = kGroups == 1 && !kReturns;
   /// Words of the residual that a thread loads at a time. Where consumers take turns, they have no
-  /// more registers, timed ones even less, and the others compute meanwhile.
-  static constexpr int kResidualWords = kGroups == 1 ? 32 : kTimed ? 4 : 8;
+  /// more registers, timed ones and those of wide tiles even less, and the others compute
+  /// meanwhile.
+  static constexpr int kResidualWords = kGroups == 1 ? 32 : kTimed || kFloats > 128 ? 4 : 8;
   static_assert(!kSplits || kFetches, "the sender is told of all tiles of which K is split");
 
   /// The scales of the tile that is scaled; groups take turns.

@@ -10,6 +10,7 @@
 #include <new>
 #include <thread>
 
+#include "gemm/grouped_entry.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/scatter_entry.hpp"
@@ -413,6 +414,8 @@ ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_sca
 std::size_t const kScatterCount = 3;
 ScatterEntry const* const kLaggedTable[] = {&pingpong_scatter};
 std::size_t const kLaggedCount = 1;
+GroupedEntry const* const kGroupedTable[] = {nullptr};
+std::size_t const kGroupedCount = 0;
 
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {

@@ -1,0 +1,78 @@
+"""Checks of the arguments that only mixtures of experts have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agmm.errors import InvalidArgument
+from agmm.ops.checks import check_device, check_inner, check_operand, check_same
+
+
+def check_routing(
+    tokens: torch.Tensor,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
+    like: tuple[str, torch.Tensor],
+) -> None:
+    """Refuses what is no `agmm.moe.Routing` on the device of an argument, given with its name."""
+    for name, tensor, dims in (
+        ("tokens", tokens, 1),
+        ("offsets", offsets, 1),
+        ("positions", positions, 2),
+    ):
+        if tensor.dtype != torch.int32 or tensor.dim() != dims:
+            raise InvalidArgument(
+                f"routing: found {name} of {tensor.dim()} dimensions and dtype {tensor.dtype}, "
+                f"wanted {dims} and torch.int32, as agmm.moe.route returns them"
+            )
+        check_device("routing", tensor, *like)
+
+
+def check_stack(name: str, weight: Any) -> None:
+    """Refuses what is no stack of matrices, one for each expert."""
+    check_operand(name, weight)
+    if weight.dim() != 3:
+        raise InvalidArgument(
+            f"{name}: found {weight.dim()} dimensions, wanted 3: experts, K and N"
+        )
+
+
+def check_weights_of_experts(
+    weight: torch.Tensor, of: str, rows: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Refuses a weight that is not a matrix of K rows for each expert of the routing.
+
+    Args:
+        of: the argument that is multiplied by the weight.
+        rows: that argument, [..., K].
+    """
+    check_stack("weights", weight)
+    check_same("weights", weight, of, rows)
+    check_inner("weights", weight.shape[1], rows.shape[-1], of)
+    experts = offsets.shape[0] - 1
+    if weight.shape[0] != experts:
+        raise InvalidArgument(
+            f"weights: found {weight.shape[0]} experts, wanted {experts}, those of the routing"
+        )
+
+
+def check_columns_of_experts(weight: torch.Tensor, first: torch.Tensor) -> None:
+    """Refuses a weight whose products have other columns than those of the first of the list."""
+    if weight.shape[2] != first.shape[2]:
+        raise InvalidArgument(
+            f"weights: found {weight.shape[2]} columns, wanted {first.shape[2]} as the first of "
+            "the list"
+        )
+
+
+def check_bias_of_experts(bias: torch.Tensor, weight: torch.Tensor) -> None:
+    """Refuses a bias that is not a row for each expert of the weight."""
+    check_operand("bias", bias)
+    check_same("bias", bias, "weights", weight)
+    wanted = weight.shape[0], weight.shape[2]
+    if tuple(bias.shape) != wanted:
+        raise InvalidArgument(
+            f"bias: found shape {tuple(bias.shape)}, wanted {wanted}, a row for each expert"
+        )
