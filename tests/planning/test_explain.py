@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -354,16 +355,16 @@ def test_fused_plan_of_a_scatter() -> None:
 @pytest.mark.parametrize(
     ("kind", "rows", "world_size", "plan", "why"),
     [
-        ("all_reduce", 4, 8, "one_shot", "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 16"),
+        ("all_reduce", 4, 8, "one_shot", "one_shot to 83 KiB, two_shot to 1.4 MiB, blocks to 16"),
         (
             "all_reduce",
             64,
             8,
             "two_shot",
-            "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 16",
+            "one_shot to 83 KiB, two_shot to 1.4 MiB, blocks to 16",
         ),
-        ("all_gather", 256, 4, "blocks", "one_shot to 1 MiB, blocks to 16 MiB, NCCL beyond"),
-        ("reduce_scatter", 4096, 2, "NCCL", "one_shot to 1 MiB, blocks to 16 MiB, NCCL beyond"),
+        ("all_gather", 256, 4, "blocks", "one_shot to 1.5 MiB, blocks to 16 MiB, NCCL beyond"),
+        ("reduce_scatter", 4096, 2, "NCCL", "one_shot to 1.5 MiB, blocks to 16 MiB, NCCL beyond"),
         ("all_reduce", 4, 9, "NCCL", "9 ranks, agmm's kernels serve at most 8"),
     ],
 )
@@ -371,6 +372,14 @@ def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str
     text = printed(explain.explain_collective(kind, rows, 8192, 2, world_size, GPU))
     assert f"plan: {plan}\n" in text and f"why: {why}" in text
     assert f" {plan} (the plan) " in text
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_limits_of_collectives_are_those_of_the_choice(world_size: int) -> None:
+    limits = collectives.thresholds("all_reduce", world_size)
+    for (method, most), (beyond, _) in pairwise(limits):
+        assert collectives.collective_method("all_reduce", most, world_size) == method
+        assert collectives.collective_method("all_reduce", most + 1024, world_size) == beyond
 
 
 @pytest.mark.parametrize(

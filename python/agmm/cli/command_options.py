@@ -170,7 +170,11 @@ class ExplainOptions:
     m: Annotated[
         int | None,
         typer.Option(
-            "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
+            "--m",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="ROWS",
+            help="Rows (tokens) of all ranks; --shapes takes several numbers of them.",
         ),
     ] = None
     k: Annotated[

@@ -277,7 +277,8 @@ def explain_collective(
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    """A limit in words, rounded down: what is as large is within it."""
+    return f"{(10 * nbytes >> 20) / 10:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def _call(problem: Problem) -> str:

@@ -182,16 +182,25 @@ def why_not_gathered(problem: Problem) -> str | None:
     return None
 
 
+_GRANULE = 1024
+"""The bytes to which a threshold is known: it is a whole number of KiB, as it is printed."""
+
+
 def thresholds(kind: Kind, world_size: int) -> list[tuple[Method, int]]:
-    """The methods in the order of sizes, each with the most bytes that it serves: a power of 2, or
-    `MOST_BYTES`."""
+    """The methods in the order of sizes, each with the most bytes that it serves, in whole KiB."""
+
+    def method(nbytes: int) -> Method:
+        return collective_method(kind, nbytes, world_size)
+
     found: list[tuple[Method, int]] = []
-    nbytes = 1024
-    while nbytes < 2 * MOST_BYTES:
-        nbytes = min(nbytes, MOST_BYTES)
-        method = collective_method(kind, nbytes, world_size)
-        if found and found[-1][0] == method:
-            found.pop()
-        found.append((method, nbytes))
-        nbytes *= 2
-    return found
+    below, nbytes = _GRANULE, _GRANULE
+    while below < MOST_BYTES:
+        below, nbytes = nbytes, min(2 * nbytes, MOST_BYTES)
+        one, other = method(below), method(nbytes)
+        if one != other:
+            most, beyond = below, nbytes
+            while beyond - most > _GRANULE:
+                middle = (most + beyond) // (2 * _GRANULE) * _GRANULE
+                most, beyond = (middle, beyond) if method(middle) == one else (most, middle)
+            found.append((one, most))
+    return [*found, (method(MOST_BYTES), MOST_BYTES)]
