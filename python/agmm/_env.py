@@ -192,6 +192,19 @@ def check_nan() -> str:
     return _one_of(CHECK_NAN, NAN_MODES)
 
 
+def batch_invariant() -> str:
+    """The value of AGMM_BATCH_INVARIANT when the process began, so that compiled calls hold it.
+    Raises InvalidArgument where it is neither "on" nor "off"."""
+    if batch_invariant_at_start not in ("on", "off"):
+        raise InvalidArgument(
+            f"{BATCH_INVARIANT.name}: found {batch_invariant_at_start!r}, wanted 'on' or 'off'"
+        )
+    return batch_invariant_at_start
+
+
+batch_invariant_at_start = os.environ.get(BATCH_INVARIANT.name) or BATCH_INVARIANT.default
+
+
 def early_start() -> str:
     """The value of AGMM_EARLY_START, which the core reads. Raises InvalidArgument where it is none
     of `EARLY_STARTS`."""

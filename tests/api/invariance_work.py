@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import agmm
+from agmm.ops import kept, small_collectives
+from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.runtime import groups
 
 COUNTS = (1, 2, 3, 4, 5, 8, 31, 33, 64, 100)
@@ -19,6 +21,14 @@ COUNTS = (1, 2, 3, 4, 5, 8, 31, 33, 64, 100)
 def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def _group(world_size: int, device: str) -> dist.ProcessGroup | None:
+    if device == "cpu":
+        return rank_work.group_of(world_size)
+    import gpu_work  # which is there beside the GPU tests alone
+
+    return gpu_work.group_of(gpu_work.last_ranks(world_size))
 
 
 _others: dict[int, dist.ProcessGroup] = {}
@@ -66,7 +76,7 @@ def rows_alone(
 ) -> list[str] | None:
     """Faults found, in words: rows whose bits depend on other rows, on their place or on the
     carrier of the sum; and a sum that is wrong."""
-    group = rank_work.group_of(world_size)
+    group = _group(world_size, device)
     if group is None:
         return None
     rank, faults = dist.get_rank(group), []
@@ -85,7 +95,7 @@ def rows_alone(
         faults.append("a kept call has other bits")
     wanted = _rounded_in_order(every, dtype, rounds_twice=device != "cpu")
     off = (whole.double() - wanted.double()).norm() / wanted.double().norm()
-    if not off < 0.2 * torch.finfo(dtype).eps + 1e-6 * (dtype.itemsize < 8):
+    if not off < 0.5 * torch.finfo(dtype).eps + 1e-6 * (dtype.itemsize < 8):
         faults.append(f"the sum is off by {off}")
     gathered = [torch.empty_like(whole) for _ in range(world_size)]
     dist.all_gather(gathered, whole, group=group)
@@ -121,4 +131,39 @@ def by_other_ways(world_size: int, dtype: torch.dtype) -> list[str] | None:
     if not torch.equal(compiled(), wanted):
         faults.append("a compiled call has other bits")
     torch.compiler.reset()
+    return faults
+
+
+def by_other_ways_on_gpus(world_size: int, dtype: torch.dtype) -> list[str] | None:
+    """Faults found: sums of products that the backend gathers, of more bytes than agmm's kernels
+    are meant to serve, and of captured calls have the bits of agmm's kernels."""
+    group = _group(world_size, "cuda")
+    if group is None:
+        return None
+    own, faults = Operands(264, 1032, dtype, dist.get_rank(group), "cuda"), []
+    wanted = own.rows(slice(0, 7), group, strict=True)
+    kept.kept_calls.clear()
+    with mock.patch.object(small_collectives, "why_not", return_value="not by a kernel"):
+        if not torch.equal(own.rows(slice(0, 7), group), wanted):
+            faults.append("the backend's sum has other bits")
+    own.rows(slice(0, 7), group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = own.rows(slice(0, 7), group)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(captured, wanted):
+            faults.append("a captured call has other bits")
+    copies = 1 + (MOST_BYTES // wanted.nbytes)
+    many = agmm.matmul_all_reduce(
+        *(own.A[:7].repeat(copies, 1), own.B, group),
+        bias=own.bias,
+        residual=own.residual[:7].repeat(copies, 1),
+        batch_invariant=True,
+    )
+    if not torch.equal(many, wanted.repeat(copies, 1)):
+        faults.append("many rows have other bits")
     return faults

@@ -14,7 +14,6 @@ the ranks are summed, with what is rounded before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,10 +26,6 @@ from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.row_blocks import ROWS, RowBlocks
 
-_by_default = os.environ.get(_env.BATCH_INVARIANT.name) or _env.BATCH_INVARIANT.default
-"""What the environment said when the process began; not looked up in each call, whose graphs could
-not hold that."""
-
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function that multiplies A [rows, K] by B [K, N]."""
 
@@ -42,10 +37,7 @@ def is_asked(batch_invariant: bool | None) -> bool:
         InvalidArgument: it, or AGMM_BATCH_INVARIANT, is none of its values.
     """
     if batch_invariant is None:
-        if _by_default not in ("on", "off"):
-            name = _env.BATCH_INVARIANT.name
-            raise InvalidArgument(f"{name}: found {_by_default!r}, wanted 'on' or 'off'")
-        return _by_default == "on"
+        return _env.batch_invariant() == "on"
     if batch_invariant is not True and batch_invariant is not False:
         raise InvalidArgument(
             f"batch_invariant: found {batch_invariant!r}, wanted True, False or None"

@@ -11,6 +11,7 @@ import torch
 from short_ids import short
 
 import agmm
+from agmm import _env
 from agmm.ops import invariant
 from agmm.testing.ranks import RankPool
 
@@ -60,10 +61,10 @@ def test_the_environment_says_what_calls_leave_open(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, wanted in (("on", True), ("off", False)):
-        monkeypatch.setattr(invariant, "_by_default", value)
+        monkeypatch.setattr(_env, "batch_invariant_at_start", value)
         assert invariant.is_asked(None) is wanted
         assert invariant.is_asked(True) and not invariant.is_asked(False)
-    monkeypatch.setattr(invariant, "_by_default", "maybe")
+    monkeypatch.setattr(_env, "batch_invariant_at_start", "maybe")
     assert not invariant.is_asked(False)
     message = "AGMM_BATCH_INVARIANT: found 'maybe', wanted 'on' or 'off'"
     with pytest.raises(agmm.InvalidArgument, match=message):
