@@ -8,9 +8,12 @@ from unittest import mock
 import rank_work
 import torch
 import torch.distributed as dist
+from rank_groups import fresh_group
 
 import agmm
+from agmm import _env
 from agmm.ops import kept, small_collectives
+from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.runtime import groups
 
@@ -132,6 +135,18 @@ def by_other_ways(world_size: int, dtype: torch.dtype) -> list[str] | None:
         faults.append("a compiled call has other bits")
     torch.compiler.reset()
     return faults
+
+
+def by_differing_environments() -> str:
+    """The error of a planned call in a group of which rank 0 has another environment."""
+    group = fresh_group()
+    value = "off" if dist.get_rank() == 0 else "on"
+    with mock.patch.object(_env, "batch_invariant_at_start", value):
+        try:
+            call_plans.agree(group, torch.device("cpu"))
+        except agmm.AgmmError as error:
+            return str(error)
+    return "none"
 
 
 def by_other_ways_on_gpus(world_size: int, dtype: torch.dtype) -> list[str] | None:

@@ -71,6 +71,13 @@ def test_the_environment_says_what_calls_leave_open(
         agmm.matmul_all_reduce(torch.ones(4, 6), torch.ones(6, 3), group)
 
 
+def test_ranks_whose_environments_differ_are_refused_by_name(pool: RankPool) -> None:
+    found = ["'off' on rank 0", *(f"'on' on rank {r}" for r in range(1, pool.world_size))]
+    words = f"AGMM_BATCH_INVARIANT: found {', '.join(found)} of a group, wanted the same on all"
+    results = pool.run(invariance_work.by_differing_environments)
+    assert [result.startswith(words) for result in results] == [True] * pool.world_size
+
+
 def test_gradients_are_those_of_other_calls(group: str) -> None:
     A, B = torch.randn(5, 6, requires_grad=True), torch.randn(6, 3, requires_grad=True)
     found, wanted = (

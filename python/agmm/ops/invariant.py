@@ -15,14 +15,13 @@ the ranks are summed, with what is rounded before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from agmm import _env
 from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, call_plans, heuristics, legality
-from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.row_blocks import ROWS, RowBlocks
 
@@ -54,20 +53,6 @@ def check_config(config: str) -> None:
         )
 
 
-def streaming_kernel(problem: Problem) -> KernelConfig | None:
-    """The streaming kernel of this build for a problem, or None, the same for every M: of those
-    with the fewest rows in a tile that hold all rows, or else the most, the first."""
-    found = []
-    for kernel in built_kernels.kernels_of(ALL_GATHER_MATMUL, problem.format):
-        if kernel.is_streaming:
-            splits = legality.legal_splits(problem, kernel)
-            found += [replace(kernel, splits=one) for one in splits]
-    if not found:
-        return None
-    chosen = min(found, key=lambda kernel: (-(-problem.m // kernel.tile_m), kernel.tile_m))
-    return heuristics.usual_order(problem, chosen)
-
-
 def why_not_streamed(A: torch.Tensor, B: torch.Tensor) -> str | None:
     """The reason why no streaming kernel multiplies ``A @ B``, which are on a GPU, or None. It is
     the same for every number of rows, addresses and strides."""
@@ -75,20 +60,22 @@ def why_not_streamed(A: torch.Tensor, B: torch.Tensor) -> str | None:
     reason = symmetric.why_unfused(A.device) or legality.why_unfused(
         dtype, B.shape[1], B.shape[0], a="A"
     )
-    if reason is None and streaming_kernel(_problem(A, B)) is None:
+    if reason is None and _kernel(A, B) is None:
         reason = "kernels: found no streaming one for it in this build, wanted one"
     return reason
 
 
-def _problem(A: torch.Tensor, B: torch.Tensor) -> Problem:
+def _kernel(A: torch.Tensor, B: torch.Tensor) -> KernelConfig | None:
     shape = A.shape[0], B.shape[1], B.shape[0]
-    return call_plans.problem_of(shape, A.dtype, A.device, column_major=B.stride(0) == 1)
+    problem = call_plans.problem_of(shape, A.dtype, A.device, column_major=B.stride(0) == 1)
+    kernels = built_kernels.kernels_of(ALL_GATHER_MATMUL, problem.format)
+    return heuristics.batch_invariant_kernel(problem, kernels)
 
 
 def streamed(A: torch.Tensor, B: torch.Tensor) -> Product:
     """What multiplies operands like these, for which `why_not_streamed` has no reason; A is
     contiguous and B as TMA wants it."""
-    kernel = streaming_kernel(_problem(A, B))
+    kernel = _kernel(A, B)
     assert kernel is not None
     of_core = cuda_calls.Kernel(kernel.core, cuda_calls.plain_format("A", A))
     call = cuda_calls.ready_matmul(A, B, None, 0, of_core)
