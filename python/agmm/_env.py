@@ -74,6 +74,12 @@ LEARN: Final = Variable(
     "on: the first calls of a kind without a tuned plan try a few plans and keep the fastest, see "
     "`agmm.learn_plans`; the same on all ranks",
 )
+BATCH_INVARIANT: Final = Variable(
+    "AGMM_BATCH_INVARIANT",
+    "off",
+    "on: ops that take `batch_invariant=` compute the bits of a row independently of how many "
+    "other rows there are, where a call does not say otherwise; the same on all ranks",
+)
 SGLANG: Final = Variable(
     "AGMM_SGLANG",
     "0",
@@ -98,6 +104,7 @@ RUN_TIME: Final = (
         RECORD,
         REPORT,
         LEARN,
+        BATCH_INVARIANT,
         SGLANG,
         VLLM,
     ),
@@ -155,7 +162,7 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, LEARN):
+    for variable in (CACHE, SHARED_GPUS, LEARN, BATCH_INVARIANT):
         is_on(variable)
     early_start()
     reserved_sms()
@@ -183,6 +190,19 @@ def is_on(variable: Variable) -> bool:
 def check_nan() -> str:
     """The value of AGMM_CHECK_NAN. Raises InvalidArgument where it is none of `NAN_MODES`."""
     return _one_of(CHECK_NAN, NAN_MODES)
+
+
+def batch_invariant() -> str:
+    """The value of AGMM_BATCH_INVARIANT when the process began, so that compiled calls hold it.
+    Raises InvalidArgument where it is neither "on" nor "off"."""
+    if batch_invariant_at_start not in ("on", "off"):
+        raise InvalidArgument(
+            f"{BATCH_INVARIANT.name}: found {batch_invariant_at_start!r}, wanted 'on' or 'off'"
+        )
+    return batch_invariant_at_start
+
+
+batch_invariant_at_start = os.environ.get(BATCH_INVARIANT.name) or BATCH_INVARIANT.default
 
 
 def early_start() -> str:

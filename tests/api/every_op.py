@@ -276,8 +276,10 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
         added = {name: tensor.clone() for name, tensor in of_sum.items()}
         added["residual"] = make.numbers(*shape[:-1], N)
         by_copies = {name: tensor.clone() for name, tensor in added.items()}
+        alone = {name: tensor.clone() for name, tensor in added.items()}
         yield Call(op, added, {}, flops, True)
         yield Call(op, by_copies, {"config": "portable"}, flops, True)
+        yield Call(op, alone, {"batch_invariant": True}, flops, True)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
             "A": make.fp8(*shape),

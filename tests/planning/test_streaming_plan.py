@@ -53,6 +53,27 @@ def test_splits_are_those_of_b(n: int, k: int) -> None:
                 assert [plan.kernel.splits for plan in plans if plan.kernel] == list(legal)
 
 
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+def test_a_batch_invariant_kernel_has_one_order_of_sums(n: int, k: int) -> None:
+    default = tuple(
+        KernelConfig.parse(row.kernel)
+        for row in kernel_table.rows_of(
+            "default", ALL_GATHER_MATMUL, is_fp8=False, epilogue="plain"
+        )
+    )
+    tiles = {}
+    for kernels in (default, KERNELS):
+        for m in (1, 8, 9, 32, 33, 64, 65, 100_000):
+            kernel = heuristics.batch_invariant_kernel(Problem(m, n, k, world_size=1), kernels)
+            assert kernel is not None and kernel.is_streaming
+            assert kernel.splits == _core.streaming_splits(n, k)
+            if kernels is default:
+                tiles[m] = kernel.tile_m
+    assert tiles == {1: 32, 8: 32, 9: 32, 32: 32, 33: 64, 64: 64, 65: 64, 100_000: 64}
+    others = [kernel for kernel in KERNELS if not kernel.is_streaming]
+    assert heuristics.batch_invariant_kernel(Problem(8, n, k), others) is None
+
+
 @pytest.mark.parametrize(("n", "k"), WEIGHTS[1:])
 def test_reading_is_shared(n: int, k: int) -> None:
     """No multiprocessor that computes has much more to read than another, and there are many."""

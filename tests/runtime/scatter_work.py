@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import AgmmError
-from agmm.runtime import cpu, cpu_scatter
+from agmm.runtime import cpu, cpu_scatter, cpu_summands
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scatter import plain_sum
 from agmm.testing.reference import relative_error
@@ -212,7 +212,7 @@ def after(kind: str) -> tuple[str, str]:
     effects = {"interrupted": KeyboardInterrupt, "failed": RuntimeError("no such product")}
     errors = []
     for effect in (effects[kind], None):
-        broken = mock.patch.object(cpu_scatter.Summands, "product", side_effect=effect)
+        broken = mock.patch.object(cpu_summands.Summands, "product", side_effect=effect)
         try:
             with broken:
                 workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)

@@ -12,7 +12,7 @@ import pytest
 import scatter_work
 import torch
 
-from agmm.runtime import cpu_scatter
+from agmm.runtime import cpu_summands
 from agmm.testing.ranks import RankError, RankPool
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -80,7 +80,7 @@ def test_bits_are_those_of_the_definition(
 
 def test_a_sum_of_negative_zeros_is_one() -> None:
     A, B = torch.ones(2, 1, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
-    summands = cpu_scatter.Summands([A], [B], 2)
+    summands = cpu_summands.Summands([A], [B], 2)
     zeros = torch.full((2, 3), -0.0)
     out = torch.ones(2, 3, dtype=torch.bfloat16)
     for rank in range(3):
@@ -96,7 +96,7 @@ def test_bits_do_not_depend_on_where_the_operands_lie() -> None:
     for at in range(16):
         a = torch.empty(A.numel() + 16)[at : at + A.numel()].view(A.shape).copy_(A)
         b = torch.empty(B.numel() + 16)[at : at + B.numel()].view(B.shape).copy_(B)
-        found.append(cpu_scatter.Summands([a], [b], 17).product(slice(0, 17)).clone())
+        found.append(cpu_summands.Summands([a], [b], 17).product(slice(0, 17)).clone())
     assert all(torch.equal(one, found[0]) for one in found)
 
 

@@ -184,7 +184,7 @@ class AllReduceCall(SumCall):
         collective = small_collectives.prepare_again("all_reduce", summed, self.group)
         if collective is None or self.strict:
             return None
-        return _ByLibrary(collective, self.library())
+        return ByLibrary(collective, self.library())
 
     def finished(self, found: Any, route: Route) -> torch.Tensor:
         out: torch.Tensor = found
@@ -250,7 +250,7 @@ class _BackendsGather(NamedTuple):
         return out
 
 
-class _ByLibrary(NamedTuple):
+class ByLibrary(NamedTuple):
     """A matmul of the library's, then agmm's all-reduce."""
 
     collective: small_collectives.CollectiveCall

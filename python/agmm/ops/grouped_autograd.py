@@ -18,7 +18,7 @@ from agmm.ops import grouped_gather, grouped_scatter
 from agmm.ops.checks import needs_gradient
 from agmm.ops.grouped_products import rows_at
 from agmm.ops.library import define, library
-from agmm.runtime.cpu_scatter import sum_dtype
+from agmm.runtime.cpu_summands import sum_dtype
 
 _MaybeTensor = torch.Tensor | None
 _Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -14,7 +14,7 @@ from agmm.ops import grouped_kernel
 from agmm.ops.checks import check_no_backward
 from agmm.ops.library import define
 from agmm.runtime.cpu_gather import Products
-from agmm.runtime.cpu_scatter import sum_dtype
+from agmm.runtime.cpu_summands import sum_dtype
 from agmm.runtime.epilogues import Epilogue
 
 _ALIGNMENT = 16

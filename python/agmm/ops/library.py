@@ -116,7 +116,7 @@ library.define(
 )
 library.define(
     "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
-    'bool strict=False, Tensor? residual=None, str config="") -> Tensor'
+    'bool strict=False, Tensor? residual=None, str config="", bool batch_invariant=False) -> Tensor'
 )
 library.define(
     "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False, "

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm.ops import kept, scatter_plan
+from agmm.ops import invariant, kept, scatter_plan
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import (
     check_flag,
@@ -17,6 +17,7 @@ from agmm.ops.checks import (
     check_residual,
     needs_gradient,
 )
+from agmm.ops.invariant_all_reduce import InvariantAllReduce
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.pipeline import serve
@@ -33,9 +34,13 @@ def _impl(
     strict: bool = False,
     residual: torch.Tensor | None = None,
     config: str = "",
+    batch_invariant: bool = False,
     keep_as: Any = None,
 ) -> torch.Tensor:
     group, plan = groups.group_of_size(group_name, world_size), scatter_plan.named(config)
+    if batch_invariant:
+        invariant.check_config(config)
+        return serve(InvariantAllReduce(A, B, bias, group, strict, residual), keep_as)
     return serve(PlainAllReduce(A, B, bias, group, strict, residual, plan), keep_as)
 
 
@@ -48,6 +53,7 @@ def _fake(
     strict: bool = False,
     residual: torch.Tensor | None = None,
     config: str = "",
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     check_reducible(A, B, bias)
     shape = *A.shape[:-1], B.shape[1]
@@ -87,6 +93,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     config: str | None = None,
+    batch_invariant: bool | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
     """``all_reduce(A @ B) (+ bias) (+ residual)``: the end of a tensor-parallel layer without
@@ -136,8 +143,9 @@ def matmul_all_reduce(
     if config is not None:
         scatter_plan.named(config)  # which refuses other names
     config = config or ""
+    batch_invariant = invariant.is_asked(batch_invariant)
     keep_as = None
-    of_kind = "matmul_all_reduce", config
+    of_kind = "matmul_all_reduce", config, batch_invariant
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
         if residual is None:
             keep_as = kept.kind_on_gpu(of_kind, strict, A, B, bias)
@@ -160,8 +168,9 @@ def matmul_all_reduce(
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     there = [tensor for tensor in (A, B, bias, residual) if tensor is not None]
+    settings = group_name, world_size, strict, residual, config, batch_invariant
     if not is_watched() and all(map(is_plain, there)):
-        return _impl(A, B, bias, group_name, world_size, strict, residual, config, keep_as)
+        return _impl(A, B, bias, *settings, keep_as)
     op = torch.ops.agmm._matmul_all_reduce.default
-    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict, residual, config)
+    found: torch.Tensor = op(A, B, bias, *settings)
     return found

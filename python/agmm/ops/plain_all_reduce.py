@@ -103,7 +103,7 @@ class PlainAllReduce(AllReduceCall):
         return portable.ReadyScatter(workspace, 0, 1, str(self.words()))
 
     def library(self) -> LibrarySum:
-        return _Library()
+        return PlainLibrary()
 
 
 class _Load(NamedTuple):
@@ -133,7 +133,9 @@ class _Load(NamedTuple):
         return *copying((rows,), (B,)), bias, residual
 
 
-class _Library(NamedTuple):
+class PlainLibrary(NamedTuple):
+    """A product of the library's, and what its sum over the ranks is added to."""
+
     def partial(self, A: torch.Tensor, B: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.matmul(A, B)
 

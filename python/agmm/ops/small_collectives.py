@@ -14,6 +14,7 @@ from agmm.errors import Unsupported
 from agmm.planning.cost_model.collectives import Kind, Method, collective_method, is_by_kernel
 from agmm.runtime import backends, capabilities, collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
+from agmm.runtime.cpu_summands import add_up, sum_dtype
 from agmm.runtime.cuda_background import CudaBackground
 from agmm.runtime.cuda_collectives import ELEMENTS, CollectivesWorkspace
 from agmm.runtime.group_gpus import group_facts
@@ -215,16 +216,30 @@ def _whole_bytes(kind: Kind, x: torch.Tensor, world_size: int) -> int:
     return x.nbytes * world_size if kind == "all_gather" else x.nbytes
 
 
-def all_reduced(partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> torch.Tensor:
+def all_reduced(
+    partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call, *, in_order: bool = False
+) -> torch.Tensor:
     """The sum over the ranks of a product, which may be overwritten: by a kernel, or the group's
-    backend."""
-    if _is_by_kernel("all_reduce", partial, group):
+    backend.
+
+    Args:
+        in_order: sums of any size are made in the order of the ranks and rounded once. A kernel
+            does that; where there is none the backend gathers what each rank adds up.
+    """
+    if in_order and group.size() == 1:
+        return partial
+    if _is_by_kernel("all_reduce", partial, group, strict=in_order):
         partial = partial.contiguous()
         _look_through(partial, group, for_call)
         method = collective_method("all_reduce", partial.nbytes, group.size())
         with contextlib.suppress(Unsupported):  # nothing was begun, on no rank
             call("all_reduce", method, partial, partial, group)
             return partial
+    if in_order:
+        parts = collectives.start_all_gather(partial, group.group_name, 0, call=for_call)()
+        total = torch.empty_like(partial, dtype=sum_dtype(partial.dtype))
+        add_up(parts.chunk(group.size()), 1, total)
+        return total.to(partial.dtype)
     in_place = not collectives.is_traced(partial)
     return collectives.all_reduce(partial, group.group_name, in_place=in_place, call=for_call)
 
@@ -256,8 +271,11 @@ def all_gathered(
     return collectives.start_all_gather(shard, group.group_name, 0, call=for_call)()
 
 
-def _is_by_kernel(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return x.is_cuda and not collectives.is_traced(x) and why_not(kind, x, group) is None
+def _is_by_kernel(
+    kind: Kind, x: torch.Tensor, group: dist.ProcessGroup, *, strict: bool = False
+) -> bool:
+    is_eager = x.is_cuda and not collectives.is_traced(x)
+    return is_eager and why_not(kind, x, group, strict=strict) is None
 
 
 def _look_through(x: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -109,6 +109,25 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
         return replace(config, raster=raster, max_swizzle=4)
     max_swizzle = 4 if config.tile_m > config.tile_n and not fp8 else 8
     return replace(config, raster="along_n", max_swizzle=max_swizzle)
+
+
+def batch_invariant_kernel(
+    problem: Problem, kernels: Sequence[KernelConfig]
+) -> KernelConfig | None:
+    """The streaming kernel that multiplies without regard to the number of rows, of an
+    all-gather -> matmul on one rank; None where there is none, for no M then. With its splits the
+    sums do not depend on its tile (`streaming_kernel.hpp`), which is the smallest that reads B the
+    least often."""
+    streaming = [kernel for kernel in kernels if kernel.is_streaming]
+    found = [
+        replace(kernel, splits=splits)
+        for kernel in streaming
+        for splits in legal_splits(problem, kernel)
+    ]
+    if not found:
+        return None
+    least = min(found, key=lambda kernel: (-(-problem.m // kernel.tile_m), kernel.tile_m))
+    return usual_order(problem, least)
 
 
 def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:

@@ -200,6 +200,7 @@ class CpuWorkspace(CpuSlots):
         *,
         agreed: str = "",
         residual: torch.Tensor | None = None,
+        invariant: bool = False,
     ) -> torch.Tensor:
         """Return the sum over the ranks of ``A @ B``, by `all_reduce`. Collective.
 
@@ -209,6 +210,7 @@ class CpuWorkspace(CpuSlots):
             bias: [N] or None; added to the sum before it is rounded.
             call, agreed: as `all_reduce`.
             residual: [M, N] or None, the same on all ranks; added to the sum before it is rounded.
+            invariant: whether a row's bits may not depend on the other rows.
 
         Returns:
             out [M, N], contiguous.
@@ -217,7 +219,7 @@ class CpuWorkspace(CpuSlots):
             Unsupported: as `all_gather_matmul`.
             AgmmError: as `all_gather_matmul`.
         """
-        summed = cpu_scatter.plain_sum([A], [B], bias, residual)
+        summed = cpu_scatter.plain_sum([A], [B], bias, residual, invariant=invariant)
         return self.all_reduce(summed, call, agreed=agreed)
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from agmm import _core
-from agmm.runtime.cpu_scatter import add_up, sum_dtype
 from agmm.runtime.cpu_slots import CpuSlots
+from agmm.runtime.cpu_summands import add_up, sum_dtype
 
 BAND_BYTES = 2 << 20
 """The most bytes that a slot holds. With 8 ranks all slots are 32 MiB, half of what a container's

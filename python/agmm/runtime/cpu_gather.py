@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from agmm.runtime.cpu_scatter import sum_dtype
 from agmm.runtime.cpu_slots import CpuSlots
+from agmm.runtime.cpu_summands import sum_dtype
 from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.packed import Packed4BitWeight
 

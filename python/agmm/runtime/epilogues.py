@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from agmm.errors import InvalidArgument
-from agmm.runtime.cpu_scatter import sum_dtype
+from agmm.runtime.cpu_summands import sum_dtype
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _world
 
 from agmm import _env
 from agmm.errors import AgmmError, Unsupported, reason_of
-from agmm.runtime import cpu_scatter, groups
+from agmm.runtime import cpu_scatter, cpu_summands, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_slots import tag_of
 from agmm.runtime.host_layout import layout_of
@@ -309,9 +309,9 @@ def scatter(
                 none, shards = A.new_zeros(rows, A.shape[1]), A.split(rows)
                 given.append(torch.cat([none if one is None else shards[one] for one in owners]))
             if here.local is None:
-                return cpu_scatter.Summands(given, Bs, rows).product(slice(0, rows)).clone()
+                return cpu_summands.Summands(given, Bs, rows).product(slice(0, rows)).clone()
             of_host = cpu_scatter.plain_sum(given, Bs, None)
-            of_host = of_host._replace(out_dtype=cpu_scatter.sum_dtype(dtype))
+            of_host = of_host._replace(out_dtype=cpu_summands.sum_dtype(dtype))
             workspace = cpu_workspace(here.local)
             return workspace.reduce_scatter(of_host, "sum", call, agreed=settings.agreed)
 
@@ -329,7 +329,7 @@ def scatter(
         ]
         messages.finish()
     total = torch.empty_like(own)
-    cpu_scatter.add_up(parts, settings.divisor, total)
+    cpu_summands.add_up(parts, settings.divisor, total)
     for summand in (settings.bias, settings.residual):
         if summand is not None:
             total.add_(summand)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from agmm.runtime import collectives, cpu_collectives, groups, nan_check
 from agmm.runtime.calls import Call
-from agmm.runtime.cpu_scatter import add_up
+from agmm.runtime.cpu_summands import add_up
 from agmm.runtime.workspaces import cpu_workspace
 
 

@@ -1,0 +1,97 @@
+"""Batch invariance on CPU ranks: a row's bits do not depend on how many other rows there are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import invariance_work
+import pytest
+import torch
+from short_ids import short
+
+import agmm
+from agmm import _env
+from agmm.ops import invariant
+from agmm.testing.ranks import RankPool
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert results == [None] * (len(results) - world_size) + [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [(1, 65), (32, 64), (24, 1000), (7, 0)], ids=str)
+def test_a_row_has_its_bits_among_any_others(
+    pool: RankPool, world_size: int, sizes: tuple[int, int]
+) -> None:
+    for dtype in DTYPES:
+        found = pool.run(invariance_work.rows_alone, world_size, sizes, dtype)
+        check(found, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_way_has_the_same_bits(pool: RankPool, world_size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        check(pool.run(invariance_work.by_other_ways, world_size, dtype), world_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"batch_invariant": 1},
+            "batch_invariant: found 1, wanted True, False or None",
+        ),
+        (
+            {"batch_invariant": True, "config": "portable"},
+            "config: found 'portable' of a batch-invariant call, wanted None",
+        ),
+    ],
+    ids=short,
+)
+def test_bad_input_is_named(group: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        agmm.matmul_all_reduce(torch.ones(4, 6), torch.ones(6, 3), group, **settings)
+
+
+def test_the_environment_says_what_calls_leave_open(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, wanted in (("on", True), ("off", False)):
+        monkeypatch.setattr(_env, "batch_invariant_at_start", value)
+        assert invariant.is_asked(None) is wanted
+        assert invariant.is_asked(True) and not invariant.is_asked(False)
+    monkeypatch.setattr(_env, "batch_invariant_at_start", "maybe")
+    assert not invariant.is_asked(False)
+    message = "AGMM_BATCH_INVARIANT: found 'maybe', wanted 'on' or 'off'"
+    with pytest.raises(agmm.InvalidArgument, match=message):
+        agmm.matmul_all_reduce(torch.ones(4, 6), torch.ones(6, 3), group)
+
+
+def test_ranks_whose_environments_differ_are_refused_by_name(pool: RankPool) -> None:
+    found = ["'off' on rank 0", *(f"'on' on rank {r}" for r in range(1, pool.world_size))]
+    words = f"AGMM_BATCH_INVARIANT: found {', '.join(found)} of a group, wanted the same on all"
+    results = pool.run(invariance_work.by_differing_environments)
+    assert [result.startswith(words) for result in results] == [True] * pool.world_size
+
+
+def test_gradients_are_those_of_other_calls(group: str) -> None:
+    A, B = torch.randn(5, 6, requires_grad=True), torch.randn(6, 3, requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad(agmm.matmul_all_reduce(A, B, batch_invariant=one).sum(), (A, B))
+        for one in (True, False)
+    )
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_what_agmm_does_not_sum_is_warned_of(group: str) -> None:
+    A, B = torch.ones(4, 6, dtype=torch.int32), torch.ones(6, 3, dtype=torch.int32)
+    reason = "A: dtype=torch.int32, the CPU backend wants a floating-point type"
+    agmm.errors.forget_warnings()
+    with pytest.warns(UserWarning, match=reason):
+        assert torch.equal(agmm.matmul_all_reduce(A, B, batch_invariant=True), A @ B)
+    with pytest.raises(agmm.Unsupported, match=reason):
+        agmm.matmul_all_reduce(A, B, batch_invariant=True, strict=True)
