@@ -207,8 +207,10 @@ $(SETTINGS): FORCE
 $(VENV)/.installed: $(VENV)/.build $(if $(WITH_CUDA),$(VENV)/.cutlass) $(if $(READS),,$(SETTINGS)) $(SOURCES)
 	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs$(if $(CCACHE), through $(CCACHE)), nvcc $(or $(WITH_CUDA),not used); log in build/install.log"
 	@mkdir -p build
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
-	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
+	@trap 'echo "interrupted: the next make goes on with the build"; exit 130' INT; \
+	    PYTHONUNBUFFERED=1 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	    $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
+	    | tee build/install.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\].\{0,110\}\).*/\1/p' \
 	    || { tail -n 80 build/install.log; exit 1; }
 	$(if $(READS),echo '$(SETTING)' > $(SETTINGS))
 	touch $@

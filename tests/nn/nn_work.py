@@ -19,7 +19,7 @@ from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -259,6 +259,11 @@ def bad_layer(kind: str) -> str:
             torch.nn.Sequential(torch.nn.Linear(8, 8), Special(8, 8)),
             mesh,
             SharedGatherParallel("0", "1"),
+        ),
+        "second style": lambda: parallelize_module(
+            parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel()),
+            mesh,
+            GatherColwiseParallel(),
         ),
         "shared style name": lambda: parallelize_module(
             torch.nn.Sequential(), mesh, SharedGatherParallel("wq")

@@ -98,6 +98,13 @@ def test_bad_state_dict_is_named_and_nothing_is_copied(
             ),
         ),
         (
+            "second style",
+            (
+                "GatherColwiseParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "found a style on it already, wanted one style for each linear"
+            ),
+        ),
+        (
             "shared style name",
             (
                 "SharedGatherParallel on Sequential: found no 'wq' in it, wanted the names of its "

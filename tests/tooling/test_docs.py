@@ -274,6 +274,18 @@ def test_ranges_of_the_readme_are_those_of_the_reports(op: str) -> None:
         assert (shapes, *cell) == (len(entries), f"{min(gains):.2f}", f"{max(gains):.2f}")
 
 
+def test_readme_says_the_gains_over_the_fastest_other_way() -> None:
+    (cells,) = re.findall(
+        r"^\| the same, against the fastest .*? \| (.*) \|$", README, re.MULTILINE
+    )
+    gains = re.findall(r"([\d.]+) to ([\d.]+) ×", cells)
+    for name, cell in zip(RANGES["all-gather + matmul"], gains, strict=True):
+        text = (DOCS / "performance.md").read_text()
+        rows = _rows(text.split(f"(`{name}.json`")[1].split("\n\n")[1])
+        ratios = sorted(float(row[5]) for row in rows)
+        assert cell == (f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}")
+
+
 def test_gains_of_the_block_are_those_of_the_report() -> None:
     text = (DOCS / "performance-block.md").read_text()
     report = RESULTS / "block" / "nvidia-h200-x4-save-gathered.json"

@@ -163,3 +163,10 @@ def test_what_reads_the_installed_module_takes_it_as_it_is(commands: Path) -> No
     assert "AGMM_CUDA=OFF" in run
     # The next `make test` sees that its kernels are not there any more.
     assert f"> {commands.parent / 'settings'}" in run
+
+
+def test_a_build_shows_each_step_at_once_and_can_be_interrupted(commands: Path) -> None:
+    out = _dry_run(commands, "demo")
+    assert "PYTHONUNBUFFERED=1" in out  # pip would keep the steps until the end
+    assert "sed -un" in out
+    assert "exit 130" in out

@@ -98,7 +98,8 @@ def explain(result: DemoResult) -> list[str]:
         ratio = summary.best_other_us / summary.agmm
         lines.append(
             f"All results agree with the plain product. agmm took {summary.agmm / summary.roof:.2f}"
-            f" times the matmul alone, and {summary.best_other} {ratio:.2f} times as long as agmm."
+            f" times as long as the matmul alone, and the fastest other way ({summary.best_other}) "
+            f"{ratio:.2f} times as long as agmm."
         )
     if result.report["settings"]["device"] == "cpu":
         cores = result.report["machine"]["host_cores"]

@@ -89,7 +89,7 @@ def _agmm(core: Any, core_error: str | None) -> Finding:
 def _kernels(core: Any) -> Finding:
     if core is None or not core.cuda_built:
         meaning = "no fused CUDA op: CUDA tensors take all-gather + matmul; CPU tensors are served"
-        if shutil.which("nvcc") is not None:
+        if shutil.which("nvcc") is not None and devices.driver_version() is not None:
             meaning += "; nvcc is here: reinstall with AGMM_CUDA=ON for it"
         return Finding("CUDA kernels", "not built", meaning, "note")
     facts = [f for f in core.kernel_facts() if f.op == ALL_GATHER_MATMUL and not f.is_fp8]

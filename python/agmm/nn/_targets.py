@@ -21,6 +21,9 @@ from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.checks import check_operand
 from agmm.runtime.scaling import K_MULTIPLE
 
+_APPLIED = "_distribute_module_applied"
+"""Torch's own name of the mark on a module that a style was applied to, which its styles refuse."""
+
 
 class Placed(NamedTuple):
     """How the ranks hold a linear, whose weight is [outputs, inputs]."""
@@ -61,6 +64,8 @@ class Target(NamedTuple):
             if isinstance(self.module, torch.nn.Linear):
                 why = " itself: the style takes the place of forward, and a subclass has its own"
             raise self.fault(f"found {found}, wanted torch.nn.Linear{why}")
+        if getattr(self.module, _APPLIED, False):
+            raise self.fault("found a style on it already, wanted one style for each linear")
         for name, value in self.module.named_parameters(recurse=False):
             parameter: Any = value
             wrapper = type(parameter)
@@ -115,6 +120,7 @@ class Target(NamedTuple):
     def distribute(self, mesh: DeviceMesh, placed: Placed) -> None:
         """Makes the module's parameters DTensors."""
         mesh, source = ascending(mesh), self.style.src_data_rank
+        setattr(self.module, _APPLIED, True)
         for name, parameter in list(self.module.named_parameters(recurse=False)):
             placement = getattr(placed, name)
             distributed = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)

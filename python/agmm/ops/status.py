@@ -105,7 +105,7 @@ class Status:
     others: int
     """How many calls were of further kinds, which are not told apart."""
     counts_all: bool
-    """Whether calls that were made again in a short way are counted, too."""
+    """Whether the counts are exact; else they are lower bounds."""
     learnt: tuple[Learnt, ...] = ()
     """What groups have learnt about plans, by kind of call, in the order of their first calls."""
 
@@ -134,8 +134,8 @@ class Status:
             lines.append(f"and {self.others} calls of further kinds")
         if not self.counts_all:
             lines.append(
-                "calls that are made again in a short way are not counted: "
-                f"{_env.REPORT.name}, {_env.RECORD.name} or agmm.record counts them"
+                "the counts are lower bounds, because most repeated calls skip the count; to count "
+                f"all, set {_env.REPORT.name} or {_env.RECORD.name}, or use agmm.record"
             )
         if self.learnt:
             lines += ["learnt while running:", *map(str, self.learnt)]
@@ -148,11 +148,11 @@ def status() -> Status:
     Shows whether agmm is on: which calls its kernels or its CPU backend computed, which only its
     gather, and which were left to torch or to the group's backend. ``print(agmm.status())`` prints
     a table. Without ``AGMM_REPORT``, ``AGMM_RECORD`` or `record` every kind of call is there, but
-    calls that are made again in a short way are not counted. Calls in a CUDA graph count when they
-    are captured. The functions of `agmm.collectives` and what `agmm.integrations` leave
-    to torch are not noted. With logging of level INFO, the logger ``agmm`` says the sums in one
-    line after the first steps (512 calls), or at the end. ``learnt`` has what `agmm.learn_plans`
-    has led to.
+    its count is a lower bound: most calls that repeat an earlier one skip the count. Calls of the
+    backward are among them. Calls in a CUDA graph count when they are captured. The functions of
+    `agmm.collectives` and what `agmm.integrations` leave to torch are not noted. With logging of
+    level INFO, the logger ``agmm`` says the sums in one line after the first steps (512 calls), or
+    at the end. ``learnt`` has what `agmm.learn_plans` has led to.
     """
     found, others = seen.counts()
     calls = [
