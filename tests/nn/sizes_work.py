@@ -164,7 +164,7 @@ def against_whole(way: str, dim: int, batch: int | None, mode: str) -> list[str]
     found.square().sum().backward()
     torch.compiler.reset()
     assert x.grad is not None
-    pairs = {"out": (found, wanted.chunk(2, dim)[rank])}
+    pairs: dict[str, tuple[Any, Any]] = {"out": (found, wanted.chunk(2, dim)[rank])}
     pairs["x"] = (shard.grad, x.grad.chunk(2, dim)[rank])
     for (name, one), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         if other.grad is not None:

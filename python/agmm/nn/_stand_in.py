@@ -52,7 +52,9 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: dict[str, Any] = kwargs or {}
+        given: dict[str, Any] = dict(kwargs or {})
+        if not args and "input" in given:
+            args = (given.pop("input"),)
         name: str = func.__name__
         if name == "__get__":
             name = func.__self__.__name__
@@ -60,23 +62,21 @@ class StandIn(torch.Tensor):
         if isinstance(first, StandIn):
             if name in _SIZES and not _is_compiler():
                 return _size(first, name, *args[1:], **given)
-            if not first.ranks:
-                if name not in _KINDS:
-                    raise first.refused(name)
-            elif name in ("view", "reshape"):
+            if first.ranks and name in ("view", "reshape"):
                 return _viewed(first, name, args, given)
-            elif name in _AT_NUMBERS and _is_at_numbers(first, name, args, given):
+            if first.ranks and name in _AT_NUMBERS and _is_at_numbers(first, name, args, given):
                 raise first.refused(name)
         seen: list[StandIn] = []
         args = _with_shards(args, seen)
         if given:
             given = {key: _with_shards(value, seen) for key, value in given.items()}
+        for one in seen:
+            if not one.ranks and name not in _KINDS and not _is_compiler():
+                raise one.refused(name)
         found = func(*args, **given)
         if not isinstance(found, torch.Tensor):
             return found
         for one in seen:
-            if not one.ranks and name not in _KINDS:
-                raise one.refused(name)
             if found is one.shard:
                 return one
             if name not in _JOINS and one.is_spread_to(found):
@@ -251,7 +251,7 @@ def _with_whole_shape(
 ) -> Any:
     """The module's forward, whose first argument, of that name, has the shape of all rows."""
     features, dim, ranks = where
-    x = args[0] if args else kwargs.get(name)
+    x: Any = args[0] if args else kwargs.get(name)
     if not _can_stand_in(x, features, dim):
         return forward(*args, **kwargs)
     dim %= x.dim()
