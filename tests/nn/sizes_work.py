@@ -66,7 +66,7 @@ def _leading(m: Attention, x: torch.Tensor) -> torch.Tensor:
 
 
 def _joined_rows(m: Attention, x: torch.Tensor) -> torch.Tensor:
-    """As flash attention of packed rows wants them."""
+    """The rows of the batch lie behind each other, as flash attention of packed rows wants them."""
     rows, sizes = x.shape[:-1].numel(), x.shape[:-1]
     gate = m.wq(x).view(rows, -1).relu() * m.wk(x).view(rows, -1)
     found: torch.Tensor = m.wo(gate.view(*sizes, -1))
@@ -153,11 +153,10 @@ def against_whole(way: str, dim: int, batch: int | None, mode: str) -> list[str]
             found = sharded(shard.detach().clone())
         return _faults({"out": (found, wanted.chunk(2, dim)[rank])})
     torch.compiler.reset()
-    run = (
-        torch.compile(sharded, fullgraph=True, backend="aot_eager")
-        if mode == "compiled"
-        else sharded
-    )
+    run = sharded
+    if mode in ("compiled", "dynamic"):
+        dynamic = mode == "dynamic" or None
+        run = torch.compile(sharded, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     found = run(hidden_states=shard) if mode == "keyword" else run(shard)
     if type(found) is not torch.Tensor:
         return [f"{type(found)}"]

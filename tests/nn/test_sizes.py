@@ -29,9 +29,18 @@ def test_modes(pool: RankPool, mode: str) -> None:
     assert pool.run(sizes_work.against_whole, "shape", 1, 2, mode)[3:] == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shape", "joined rows", "same view", "residual"])
-def test_compiled(pool: RankPool, way: str) -> None:
-    assert pool.run(sizes_work.against_whole, way, 1, 2, "compiled")[3:] == [[], []]
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [
+        ("shape", "compiled"),
+        ("shape", "dynamic"),
+        ("joined rows", "compiled"),
+        ("same view", "compiled"),
+        ("residual", "compiled"),
+    ],
+)
+def test_compiled(pool: RankPool, way: str, mode: str) -> None:
+    assert pool.run(sizes_work.against_whole, way, 1, 2, mode)[3:] == [[], []]
 
 
 def test_under_fsdp(rank_pools: Callable[..., RankPool]) -> None:

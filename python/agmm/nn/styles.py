@@ -34,7 +34,9 @@ def _gathered_products(
 ) -> list[torch.Tensor]:
     dim, is_sized = style.sequence_dim, False
     if isinstance(x, StandIn):
-        dim, is_sized, x = x.sequence_dim, x.asked, x.shard
+        if x.sequence_dim != dim % x.dim():  # A trace with dynamic shapes wants a constant.
+            dim = x.sequence_dim
+        is_sized, x = x.asked, x.shard
     targets[0].check_operand(x)
     operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
     weights, biases = zip(*operands, strict=True)
@@ -123,8 +125,12 @@ class SharedGatherParallel(_GatherStyle):
     Tensors made under ``torch.inference_mode`` keep no count of their changes, so there each linear
     gathers by itself, with one warning; ``torch.no_grad`` lets them share.
 
+    In the module the first argument has the shape of all rows, since modules take lengths from it.
+    Ops on it take this rank's shard, or are refused where that would be at odds with its shape.
+
     Args:
         names: the linear modules, by their names in the module.
+        whole_shape: False lets the module see the shape of the shard.
         **options: ``sequence_dim``, ``use_local_output``, ``save_gathered`` and ``fp8``, as of
             `GatherColwiseParallel`. All modules have the same recipe for fp8, or none.
     """
