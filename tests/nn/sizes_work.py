@@ -68,7 +68,7 @@ def _leading(m: Attention, x: torch.Tensor) -> torch.Tensor:
 def _joined_rows(m: Attention, x: torch.Tensor) -> torch.Tensor:
     """The rows of the batch lie behind each other, as flash attention of packed rows wants them."""
     rows, sizes = x.shape[:-1].numel(), x.shape[:-1]
-    gate = m.wq(x).view(rows, -1).relu() * m.wk(x).view(rows, -1)
+    gate = m.wq(x).view(rows, -1).relu() * m.wk(x).view(rows, -1) * m.wv(x).view(rows, -1)
     found: torch.Tensor = m.wo(gate.view(*sizes, -1))
     return found
 
@@ -115,10 +115,10 @@ WAYS: dict[str, Forward] = {
 
 def _styled(module: torch.nn.Module, mesh: DeviceMesh, dim: int, **options: Any) -> torch.nn.Module:
     options["sequence_dim"] = dim
-    shared = SharedGatherParallel("wq", "wk", "wv", **options)
-    return parallelize_module(
-        module, mesh, {"": shared, "wo": RowwiseScatterParallel(sequence_dim=dim)}
-    )
+    parallelize_module(module, mesh, {"wo": RowwiseScatterParallel(sequence_dim=dim)})
+    for names in (("wq", "wk"), ("wv",)):
+        parallelize_module(module, mesh, SharedGatherParallel(*names, **options))
+    return module
 
 
 def _x(dim: int, batch: int | None) -> torch.Tensor:

@@ -28,6 +28,7 @@ _AT_NUMBERS = {"__getitem__", "__setitem__", "narrow", "select", "split", "split
     "tensor_split"
 }
 _JOINS = {"cat", "concat", "concatenate", "stack", "repeat", "tile", "pad"}
+_TAKES = "_agmm_takes_stand_in"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -267,6 +268,8 @@ def _with_whole_shape(
 def _given_shards(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if hasattr(module, _TAKES):  # since another style on the module that holds it
+        return None
     if not any(isinstance(one, StandIn) for one in (*args, *kwargs.values())):
         return None
     seen: list[StandIn] = []
@@ -287,5 +290,7 @@ def show_whole_shape(
     first = names[0] if names else ""
     module.forward = partial(_with_whole_shape, module.forward, first, where)
     for inner in module.modules():
-        if not any(linear in inner.modules() for linear in linears):
+        if any(linear in inner.modules() for linear in linears):
+            setattr(inner, _TAKES, True)
+        else:
             inner.register_forward_pre_hook(_given_shards, with_kwargs=True, prepend=True)
