@@ -40,7 +40,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(x)
-        batch, length, _ = qkv.size()
+        batch, length, _ = x.size()
         sizes = [n * SIZE for n in (self.heads, self.groups, self.groups)]
         q, k, v = (
             part.reshape(batch, length, -1, SIZE).transpose(1, 2)

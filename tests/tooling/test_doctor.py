@@ -336,6 +336,6 @@ def test_each_form_of_an_issue_asks_for_the_report() -> None:
 def test_nvcc_is_a_reason_to_reinstall_only_beside_a_driver(
     monkeypatch: pytest.MonkeyPatch, driver: str | None, advised: bool
 ) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/nvcc")
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvcc")
     monkeypatch.setattr(devices, "driver_version", lambda: driver)
     assert ("AGMM_CUDA=ON" in doctor._kernels(None).meaning) == advised

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from agmm.collectives import all_gather, all_reduce
-from agmm.errors import InvalidArgument
 from agmm.nn._ranks import Ranks
 from agmm.ops.checks import needs_gradient
 
@@ -146,33 +145,3 @@ def summed_gradients(module: torch.nn.Module, ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         own.update(given)
-
-
-_SHAPE_ONLY = {"__len__", "device", "dim", "dtype", "is_cpu", "is_cuda", "is_floating_point"} | {
-    *("is_meta", "layout", "ndim", "ndimension", "requires_grad", "shape", "size")
-}
-
-
-class StandIn(torch.Tensor):
-    """All rows as a module sees them whose linears have gathered them already: a shape without
-    values."""
-
-    @staticmethod
-    def of(shard: torch.Tensor, rows: Rows) -> StandIn:
-        """The stand-in for all rows of a shard."""
-        shape = (rows.batch, rows.length, shard.shape[-1])
-        found: StandIn = torch.Tensor._make_subclass(StandIn, shard.new_empty(1).expand(shape))
-        return found
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        if name == "__get__":
-            name = func.__self__.__name__
-        if name not in _SHAPE_ONLY:
-            raise InvalidArgument(
-                f"sequence_plan: found a module that calls {name} on its input, wanted one whose "
-                "column-wise linears alone take it"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))

@@ -18,7 +18,6 @@ from agmm.errors import InvalidArgument, warn_once
 from agmm.integrations.low_rank import LowRank
 from agmm.integrations.sequence_rows import (
     Rows,
-    StandIn,
     all_rows,
     filled_up,
     mark,
@@ -28,6 +27,7 @@ from agmm.integrations.sequence_rows import (
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._ranks import Ranks
+from agmm.nn._stand_in import StandIn, stand_in
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
 from agmm.nn.replicated import column_product
 from agmm.ops.all_gather_matmul import all_gather_matmul
@@ -37,6 +37,10 @@ from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 FEW_ROWS = 128
 """With fewer rows (batch × sequence) every rank keeps all of them, as when tokens are generated."""
 
+_REFUSAL = (
+    "sequence_plan: found a module that calls ",
+    " on its input, wanted one whose column-wise linears alone take it",
+)
 _SERVED = "_agmm_forward"
 _ROW, _COLUMN = RowwiseAllReduceParallel(), ReplicatedColwiseParallel()
 
@@ -256,7 +260,8 @@ class _Sublayer(_Forward):
         wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
         region = self.region
         region.products = dict(zip(self.columns, wholes, strict=True))
-        region.stand_in, region.shard, region.sublayer_rows = StandIn.of(x, rows), x, rows
+        region.stand_in = stand_in(x, (*rows, x.shape[-1]), _REFUSAL)
+        region.shard, region.sublayer_rows = x, rows
         args, kwargs = _with_input(region.stand_in, args, kwargs)
         try:
             return self.original(*args, **kwargs)

@@ -10,6 +10,7 @@ from torch._guards import CompileContext
 from torch.distributed.tensor import DTensor
 
 from agmm.errors import warn_once
+from agmm.nn._stand_in import StandIn
 
 _Changes = tuple[int, ...] | str
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
@@ -155,9 +156,10 @@ class SharedOutputs:
         waiting = self.waiting
         if not isinstance(x, torch.Tensor):
             return self.compute(x, [i])[0]  # which says what is wrong with it
+        shard = x.shard if isinstance(x, StandIn) else x
         wanted: Sequence[int] = range(len(self.linears))
-        if waiting is not None and waiting.x.tensor is x:
-            if waiting.serves(x):
+        if waiting is not None and waiting.x.tensor is shard:
+            if waiting.serves(shard):
                 out = waiting.taken(i, self.linears[i])
                 if not waiting.outs:
                     self.waiting = None
@@ -166,7 +168,7 @@ class SharedOutputs:
         self.waiting = None
         if len(wanted) == 1:
             return self.compute(x, wanted)[0]
-        seen = _seen(x)
+        seen = _seen(shard)
         tensors = {k: [_seen(t) for t in _tensors_of(self.linears[k])] for k in wanted if k != i}
         if not _are_counted(seen, *tensors.values()):
             return self.compute(x, [i])[0]
@@ -175,7 +177,7 @@ class SharedOutputs:
         for k in outs:
             if self.linears[k]._modules:  # parametrizations may have changed their buffers
                 tensors[k] = [_seen(t) for t in _tensors_of(self.linears[k])]
-        self.waiting = _Waiting(seen, _modes(x), tensors, outs)
+        self.waiting = _Waiting(seen, _modes(shard), tensors, outs)
         return self._returned(out)
 
     def _returned(self, out: torch.Tensor) -> torch.Tensor:

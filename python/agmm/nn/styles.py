@@ -6,6 +6,7 @@ forward into agmm's ops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from agmm.nn._divided import Divided, note
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._ranks import Ranks
 from agmm.nn._shared import SharedOutputs
+from agmm.nn._stand_in import StandIn, show_whole_shape
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target, local, named, wanted_output
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
@@ -30,14 +32,23 @@ from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 def _gathered_products(
     targets: Sequence[Target], style: _GatherStyle, ranks: Ranks, x: torch.Tensor
 ) -> list[torch.Tensor]:
-    dim = style.sequence_dim
+    dim, is_sized = style.sequence_dim, False
+    if isinstance(x, StandIn):
+        if x.sequence_dim != dim % x.dim():  # A trace with dynamic shapes wants a constant.
+            dim = x.sequence_dim
+        is_sized, x = x.asked, x.shard
     targets[0].check_operand(x)
     operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
     weights, biases = zip(*operands, strict=True)
     for target, weight in zip(targets, weights, strict=True):
         target.check_input(x, weight, dim, weight.shape[0])
     # The fused path gathers along dimension 0.
-    shard = local(x, Shard(dim)).movedim(dim, 0).contiguous()
+    shard, rows = local(x, Shard(dim)), None
+    if is_sized and math.prod(shard.shape[:dim]) > 1:
+        rows = shard.shape[:-1]
+        shard = shard.flatten(0, -2).contiguous()
+    else:
+        shard = shard.movedim(dim, 0).contiguous()
     if targets[0].fp8 is not None:
         outs = gather_products(targets[0].fp8, shard, weights, biases, ranks.own_name)
     else:
@@ -48,7 +59,11 @@ def _gathered_products(
             bias=list(biases),
             save_gathered=style.save_gathered,
         )
-    outs = [out.movedim(0, dim) for out in outs]
+    if rows is None:
+        outs = [out.movedim(0, dim) for out in outs]
+    else:  # The module may call view, for which the copy is contiguous.
+        parts = [out.unflatten(0, (ranks.size, *rows)) for out in outs]
+        outs = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
     return [wanted_output(style, ranks, out, Shard(out.dim() - 1)) for out in outs]
 
 
@@ -110,14 +125,19 @@ class SharedGatherParallel(_GatherStyle):
     Tensors made under ``torch.inference_mode`` keep no count of their changes, so there each linear
     gathers by itself, with one warning; ``torch.no_grad`` lets them share.
 
+    In the module the first argument has the shape of all rows, since modules take lengths from it.
+    Ops on it take this rank's shard, or are refused where that would be at odds with its shape.
+
     Args:
         names: the linear modules, by their names in the module.
+        whole_shape: False lets the module see the shape of the shard.
         **options: ``sequence_dim``, ``use_local_output``, ``save_gathered`` and ``fp8``, as of
             `GatherColwiseParallel`. All modules have the same recipe for fp8, or none.
     """
 
-    def __init__(self, *names: str, **options: Any) -> None:
+    def __init__(self, *names: str, whole_shape: bool = True, **options: Any) -> None:
         super().__init__(**options)
+        self.whole_shape = whole_shape
         if not names:
             raise InvalidArgument("names: found none, wanted the names of torch.nn.Linear modules")
         self.names = names
@@ -148,6 +168,8 @@ class SharedGatherParallel(_GatherStyle):
         for i, target in enumerate(targets):
             target.module.forward = partial(shared.output, i)
             note(target.module, Divided(ranks, True, self.sequence_dim))
+        if self.whole_shape:
+            show_whole_shape(module, shared.linears, self.sequence_dim, ranks.size)
         module.register_forward_pre_hook(shared.begin)
         module.register_forward_hook(shared.end, always_call=True)
         return module

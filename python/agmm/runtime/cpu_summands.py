@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Summands:
         self._rows = [A.new_empty(at_once, A.shape[1], dtype=dtype) for A in As]
         self._product = As[0].new_empty(most_rows, Bs[0].shape[1], dtype=dtype)
         self._total = torch.empty_like(self._product)
-        self._write = self._multiply
+        self._write: Callable[[slice, torch.Tensor], None] = self._multiply
         if invariant:
             self._write = RowBlocks(Bs[0].shape[1], self._product, self._multiply).write
 
