@@ -220,6 +220,7 @@ OPS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     "rows": (lambda x: x[:, : x.shape[1] // 2], False),
     "last row": (lambda x: x[:, -1], False),
     "narrow": (lambda x: x.narrow(1, 0, 1), False),
+    "address": (lambda x: x.data_ptr(), False),
     "split": (lambda x: x.split(2, dim=1), False),
     "rows across the batch": (lambda x: x.view(len(x) * x.shape[1], -1), False),
     "rows across the batch, all": (lambda x: x.view(len(x) * x.shape[1], HIDDEN), False),

@@ -338,4 +338,5 @@ def test_nvcc_is_a_reason_to_reinstall_only_beside_a_driver(
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvcc")
     monkeypatch.setattr(devices, "driver_version", lambda: driver)
-    assert ("AGMM_CUDA=ON" in doctor._kernels(None).meaning) == advised
+    found = _named(_diagnose(monkeypatch, None), "CUDA kernels")
+    assert ("AGMM_CUDA=ON" in found.meaning) == advised

@@ -65,6 +65,9 @@ class StandIn(torch.Tensor):
                 return _size(first, name, *args[1:], **given)
             if first.ranks and name in ("view", "reshape"):
                 return _viewed(first, name, args, given)
+            # A kernel that asks for sizes as well would leave the shard's memory.
+            if first.ranks and name == "data_ptr" and not _is_compiler():
+                raise first.refused(name)
             if first.ranks and name in _AT_NUMBERS and _is_at_numbers(first, name, args, given):
                 raise first.refused(name)
         seen: list[StandIn] = []
