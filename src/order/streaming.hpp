@@ -28,7 +28,8 @@ AGMM_HOST_DEVICE constexpr int32_t streaming_clusters(int32_t blocks, int32_t at
 /// The splits of K for a B of this size, whatever the number of rows, the GPU and what else runs on
 /// it: so a row's sum has the same bits in every call. They are those with which reading B is
 /// expected to take the least time: one multiprocessor takes no more than so much, and CTAs that
-/// add up take a while. On an H200 they are within 2% of the fastest of 1 to 8 splits for 13 weights.
+/// add up take a while. On an H200 they are within 2% of the fastest of 1 to 8 splits for 13
+/// weights.
 constexpr int32_t streaming_splits(int32_t n, int32_t k) {
   constexpr int64_t kBytesPerNs = 4300;     // of an H200's memory
   constexpr int64_t kBytesPerNsAndSm = 60;  // of one multiprocessor
