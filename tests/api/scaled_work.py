@@ -28,6 +28,7 @@ from agmm.ops import (
     fp8_scatter,
     fp8_sums,
     kept,
+    portable,
     quantize,
     scaled_products,
     scatter_plan,
@@ -489,6 +490,7 @@ def several_as_on_cuda(world_size: int) -> Result:
     forget_warnings()
     with (
         mock.patch.object(fp8_sums, "why_unfused", return_value=None),
+        mock.patch.object(portable, "instead", return_value=None),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -170,9 +170,11 @@ def test_there_is_one_warning(
     forget_warnings()
 
 
-def test_configs_of_sums_are_named(pool: RankPool) -> None:
+def test_configs_of_sums_are_named() -> None:
     for op in (agmm.matmul_reduce_scatter, agmm.matmul_all_reduce):
         with pytest.raises(agmm.InvalidArgument, match="config: found 'fast', wanted 'portable'"):
             op(torch.zeros(4, 4), torch.zeros(4, 4), config="fast")
-    for faults in pool.run(portable_work.named):
-        assert faults == []
+    # Ranks of their own: others may have made more kinds of calls than `status` counts.
+    with RankPool(3) as pool:
+        for faults in pool.run(portable_work.named):
+            assert faults == []
