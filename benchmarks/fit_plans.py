@@ -68,6 +68,7 @@ SCALARS = {
         "all_gather_gb_per_s",
         "small_gather_us",
         "small_gather_gb_per_s",
+        "streaming_us",
     ),
     MATMUL_REDUCE_SCATTER: (
         "scatter_us",
@@ -151,6 +152,8 @@ class Fit(Descent[Key]):
             if not isinstance(kernel, KernelConfig):
                 continue
             name, one = kernel.kernel, [kernel]
+            if kernel.is_streaming:  # which has no tiles' times, and is fitted as one
+                continue
             if self.op == MATMUL_REDUCE_SCATTER:
                 found += [self._of_scatter_tile(kernel, place) for place in (0, 1)]
                 found.append(entry_of("scatter_rate_factor", name, one, 1.0, KERNEL_STAYS))

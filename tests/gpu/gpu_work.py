@@ -4,7 +4,9 @@ compared exactly. Work of a rank that is not in the group returns None."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +125,19 @@ def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def poison_freed_memory(nbytes: int) -> None:
     """Leave NaN in the allocator's free blocks, where the next outputs come from."""
     torch.full((nbytes // 2 + 512,), torch.nan, dtype=torch.bfloat16, device=device())
+
+
+@contextmanager
+def never_waits() -> Iterator[None]:
+    """Raises RuntimeError where torch makes the host wait for the device. torch warns that it does
+    not see all of that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def fault(

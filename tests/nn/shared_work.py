@@ -18,6 +18,7 @@ from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import agmm
@@ -25,6 +26,9 @@ from agmm.errors import forget_warnings
 from agmm.nn import GatherColwiseParallel, SharedGatherParallel, styles
 
 Forward = Callable[["Three", torch.Tensor], list[torch.Tensor]]
+
+_MAKES_ZEROS = torch.__version__ < TorchVersion("2.13")
+"""`DTensor.to_local` of older torch returns zeros to a parameter whose gradient is None."""
 
 
 class Three(torch.nn.Module):
@@ -194,6 +198,8 @@ def _run(
     for parameter in module.parameters():
         grad = parameter.grad
         found.append(_part(grad) if grad is not None else None)
+    if _MAKES_ZEROS:
+        found = [None if one is not None and not one.any() else one for one in found]
     return found, needs
 
 
