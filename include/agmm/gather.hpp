@@ -28,8 +28,8 @@ struct Gather {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  // The scales of an fp8 shard, [rows, scale_columns]; they lie behind A in a slot. Copy-engine
-  // push alone moves them.
+  // The scales of an fp8 shard, [rows, scale_columns]; they lie behind A in a slot. Pushes alone
+  // move them.
   float const* scales = nullptr;
   float* scales_out = nullptr;  // [w * rows, scale_columns], or null
   int32_t scale_columns = 1;    // of one row: 1, or 1 for each kScaleBlock of K

@@ -14,8 +14,8 @@ namespace agmm {
 /// carried to the other lanes by __syncwarp). So no load is overtaken by a write,
 /// and no signal of the next call is lost to this call's reset. The words of the push are reset
 /// after the last warp has looked at them. Scales of fp8 are read later than A, by the consumers'
-/// epilogue: there operations on the stream, behind the kernel, do all this in the same order
-/// (AllGather::release).
+/// epilogue: there operations on the stream, or a kernel, behind this one do all this in the same
+/// order (AllGather::release).
 struct Release {
   uint32_t* signals = nullptr;  // reset to 0; null: nothing is released
   int32_t signal_count = 0;

@@ -46,6 +46,7 @@ namespace push_detail {
 /// kCopyThreads threads copy the tail. It is begun after the head: all at once would fill the
 /// links, and the first chunk would come late. Nothing is taken while they wait, so nobody waits
 /// for it. The last item, which is not copied, is one beyond the tail.
+template <bool kScales>
 CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Queue& queue, int32_t head_claims,
                               WaitLimit const& limit) {
   auto const thread = int(threadIdx.x);
@@ -66,7 +67,8 @@ CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Queue& queue, int
       uint32_t const next = thread == 0 ? atomicAdd(push.tail_claims, 1) : 0;
       if (kSignalFirst && thread < kWarp) signal_item(push, push.order.item(true, item));
       stress_delay_warp(push.rank);
-      copy_item<PushCta::kCopyThreads, 8>(push, sizes, push.order.item(true, item), thread);
+      copy_item<kScales, PushCta::kCopyThreads, 8>(push, sizes, push.order.item(true, item),
+                                                   thread);
       if (thread == 0) claim[(i + 1) % 2] = next;
     }
     sync();  // all have copied their share
@@ -120,6 +122,7 @@ CUTLASS_DEVICE void signal_tail(SmPushArgs const& push, PushCta::Queue& queue) {
 
 /// All that a CTA without a tile does, once the head was claimed `head_claims` times. True in the
 /// warp that is the last to leave, when every item that the CTA has taken is signalled.
+template <bool kScales>
 CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Queue& queue, int32_t head_claims,
                               WaitLimit const& limit) {
   using namespace push_detail;
@@ -132,7 +135,7 @@ CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Queue& queue, int
   }
   __syncthreads();
   if (threadIdx.x < PushCta::kCopyThreads) {
-    copy_tail(push, queue, head_claims, limit);
+    copy_tail<kScales>(push, queue, head_claims, limit);
     return false;
   }
   if (threadIdx.x >= PushCta::kThreads) return false;

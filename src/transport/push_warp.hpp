@@ -127,12 +127,31 @@ CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, Sizes const& sizes,
   }
 }
 
+/// Copies the scales of the item's rows to its ranks, which read the own ones where they are. Every
+/// tile awaits the first chunk, in one of its splits of K at least.
+template <int kThreads>
+CUTLASS_DEVICE void copy_scales(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
+  if (item.chunk != 0) return;
+  Range const ranks = ranks_of(push, item);
+  int32_t const end = first_row(push, item.part + item.parts) * push.row_scales;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int32_t i = first_row(push, item.part) * push.row_scales + thread; i < end; i += kThreads) {
+    float const scale = __ldg(push.scales + i);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int p = ranks.begin; p < ranks.end && p + 1 < push.world_size; ++p) {
+      char* const rows = static_cast<char*>(push.places[peer_at(push, p)].rows);
+      reinterpret_cast<float*>(rows + push.scales_behind)[i] = scale;
+    }
+  }
+}
+
 /// Copies the item to the places of its ranks, to the own one the edges only. For `kThreads`
 /// threads together, of which this is number `thread`; a load or store of a warp covers two rows by
-/// 256 bytes, or four by 128. kLoadsInFlight: of 16 bytes, per thread.
-template <int kThreads, int kLoadsInFlight, class Sizes>
+/// 256 bytes, or four by 128. kLoadsInFlight: of 16 bytes, per thread. kScales: rows have scales.
+template <bool kScales, int kThreads, int kLoadsInFlight, class Sizes>
 CUTLASS_DEVICE void copy_item(SmPushArgs const& push, Sizes const& sizes,
                               PushOrder::Item const& item, int thread) {
+  if constexpr (kScales) copy_scales<kThreads>(push, item, thread);
   // The width is a template argument, since the pushing warps have no register for a number.
   if (push.chunk_vectors > 8) {
     copy_rows<kThreads, kLoadsInFlight, 16>(push, sizes, item, thread);
@@ -140,9 +159,9 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, Sizes const& sizes,
     copy_rows<kThreads, kLoadsInFlight, 8>(push, sizes, item, thread);
   }
 }
-template <int kThreads, int kLoadsInFlight>
+template <bool kScales, int kThreads, int kLoadsInFlight>
 CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
-  copy_item<kThreads, kLoadsInFlight>(push, push, item, thread);
+  copy_item<kScales, kThreads, kLoadsInFlight>(push, push, item, thread);
 }
 
 /// The fault no_credit: what is copied awaits no credit, but what is signalled does, so that
@@ -232,7 +251,7 @@ CUTLASS_DEVICE uint32_t claim(SmPushArgs const& push) {
 
 /// A warp that has taken this item of the head or of the tail, and others until there are none
 /// left. is_copied: it has only to be signalled.
-template <bool kTail>
+template <bool kScales, bool kTail>
 CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied) {
   CUTLASS_PRAGMA_NO_UNROLL
   for (; item < push.order.count(kTail); is_copied = false) {
@@ -240,7 +259,7 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied)
     stress_delay_warp(push.rank);
     // With the fault half of the lanes' stores are not to be seen yet when the signal is.
     if (!is_copied && (!kNoFence || lane_id() < kWarp / 2)) {
-      copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+      copy_item<kScales, kWarp, 4>(push, push.order.item(kTail, item), lane_id());
     }
     asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
     uint32_t const next = claim<kTail>(push);
@@ -249,7 +268,7 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied)
     if constexpr (kNoFence) {
       stress_delay_warp(push.rank);
       if (!is_copied && lane_id() >= kWarp / 2) {
-        copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+        copy_item<kScales, kWarp, 4>(push, push.order.item(kTail, item), lane_id());
       }
     }
     item = __shfl_sync(kAllLanes, int(next), 0);
@@ -257,18 +276,19 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied)
 }
 
 /// All that a warp does for the head or the tail.
-template <bool kTail>
+template <bool kScales, bool kTail>
 CUTLASS_DEVICE void push_all(SmPushArgs const& push, WaitLimit const& limit) {
   uint32_t const first = claim<kTail>(push);
   uint32_t const seen = look_at_credit(push);  // while the claim is under way
   int const item = __shfl_sync(kAllLanes, int(first), 0);
   if (item >= push.order.count(kTail)) return;
   take_credits(push, item == 0 && !kTail, seen, limit);
-  push_items<kTail>(push, item, false);
+  push_items<kScales, kTail>(push, item, false);
 }
 
+template <bool kScales>
 CUTLASS_DEVICE void help_with_tail(SmPushArgs const& push, WaitLimit const& limit) {
-  if (push.order.tail_count() != 0 && tail_needs_help(push)) push_all<true>(push, limit);
+  if (push.order.tail_count() != 0 && tail_needs_help(push)) push_all<kScales, true>(push, limit);
 }
 
 }  // namespace push_detail
@@ -312,14 +332,14 @@ CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
 /// All `kThreads` consumers call it once their first warp has claimed. The barriers have no limit
 /// and need none: they are the CTA's own, and those who come to them wait for nobody outside the
 /// cluster before.
-template <int kThreads>
+template <bool kScales, int kThreads>
 CUTLASS_DEVICE void copy_first_item(SmPushArgs const& push, FirstItem const& first, int thread) {
   using namespace push_detail;
   named_barrier_sync<NamedBarrier::kFirstItemClaimed, kThreads>();
   FirstItem const volatile& claimed = first;
   if (claimed.is_for_consumers && claimed.item < push.order.head_count()) {
     stress_delay_warp(push.rank);
-    copy_item<kThreads, 2>(push, push.order.item(false, claimed.item), thread);
+    copy_item<kScales, kThreads, 2>(push, push.order.item(false, claimed.item), thread);
     stress_delay_warp(push.rank);
   }
   named_barrier_arrive<NamedBarrier::kFirstItemCopied, kThreads + kWarp>();
@@ -327,14 +347,15 @@ CUTLASS_DEVICE void copy_first_item(SmPushArgs const& push, FirstItem const& fir
 
 /// What a warp beside the matmul does: the head. It takes part in the tail only if the CTAs that
 /// should push it do not, because something else keeps them from running. For all lanes together.
+template <bool kScales>
 CUTLASS_DEVICE void push_head(SmPushArgs const& push, WaitLimit const& limit) {
   using namespace push_detail;
-  push_all<false>(push, limit);
-  help_with_tail(push, limit);
+  push_all<kScales, false>(push, limit);
+  help_with_tail<kScales>(push, limit);
 }
 
 /// Pushes the head where `kThreads` consumers copy the first item.
-template <int kThreads>
+template <bool kScales, int kThreads>
 CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& push,
                                     WaitLimit const& limit) {
   using namespace push_detail;
@@ -353,8 +374,8 @@ CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& pu
     item = __shfl_sync(kAllLanes, int(claim<false>(push)), 0);
     is_copied = false;
   }
-  push_items<false>(push, item, is_copied);
-  help_with_tail(push, limit);
+  push_items<kScales, false>(push, item, is_copied);
+  help_with_tail<kScales>(push, limit);
 }
 
 }  // namespace agmm

@@ -19,17 +19,22 @@ using Single = WorkspaceLayout::Single;
 constexpr int kCountBits = 8;
 static_assert(kMaxPushParts < (1 << kCountBits), "the count must not reach the tag");
 constexpr int kVectorBytes = 16;  // of the widest load
-constexpr int kElementBytes = 2;  // no fp8
 
 void refuse(char const* name, int64_t found, std::string const& wanted) {
   throw std::invalid_argument("sm_push: found " + std::string(name) + "=" + std::to_string(found) +
                               ", wanted " + wanted);
 }
 
-/// The chunks of a shard's columns, as the grid of the consumer cuts them.
+/// The chunks of a shard's columns, as the grid of the consumer cuts them: so many, or as many
+/// fewer as it takes for each to begin at a whole vector.
 ChunkGrid columns_of(Gather const& gather) {
   int const columns = std::max(gather.push.chunk_columns, 1);
-  return ChunkGrid(1, gather.k, 1, std::max(ceil_div(gather.k, columns), 1));
+  int chunks = std::max(ceil_div(gather.k, columns), 1);
+  ChunkGrid found(1, gather.k, 1, chunks);
+  while (found.columns_per_chunk * element_bytes(gather.dtype) % kVectorBytes != 0) {
+    found = ChunkGrid(1, gather.k, 1, --chunks);
+  }
+  return found;
 }
 
 void check(Gather const& gather, ChunkGrid const& columns, int world_size) {
@@ -63,7 +68,8 @@ PushOrder push_order(GatherRequest const& request, ChunkGrid const& columns, int
   int const peers = std::max(world_size - 1, 1);
   bool const two_rounds = 0 < cut.first_peers && cut.first_peers < peers;
   int64_t const chunk_bytes = int64_t(request.gather.rows) * columns.columns_per_chunk *
-                              kElementBytes * (two_rounds ? cut.first_peers : peers);
+                              element_bytes(request.gather.dtype) *
+                              (two_rounds ? cut.first_peers : peers);
   PushOrder order(chunks, request.splits, stretch_chunks);
   while (1 << order.log_parts < cut.parts) ++order.log_parts;
   auto const level_of = [&](int64_t most) {
@@ -81,6 +87,7 @@ PushOrder push_order(GatherRequest const& request, ChunkGrid const& columns, int
 class SmPush final : public GatherTransport {
  public:
   char const* name() const override { return "SM push"; }
+  bool carries_scales() const override { return true; }
 
   Gathered describe(Links const& links, GatherRequest const& request, int slot) const override {
     SymmetricMemory const& memory = links.memory;
@@ -118,7 +125,8 @@ class SmPush final : public GatherTransport {
     args.shard = gather.a_shard;
     args.rows = gather.rows;
     args.row_vectors = static_cast<int32_t>(request.row_bytes() / kVectorBytes);
-    args.chunk_vectors = columns.columns_per_chunk * kElementBytes / kVectorBytes;
+    args.chunk_vectors = static_cast<int32_t>(columns.columns_per_chunk *
+                                              element_bytes(gather.dtype) / kVectorBytes);
     args.order = push_order(request, columns, memory.world_size());
     args.first_peers = gather.push.first_peers;
     args.consumers_copy =
@@ -127,6 +135,11 @@ class SmPush final : public GatherTransport {
       args.places[p] = {memory.gather_buffer(p, slot) + std::size_t(rank) * request.shard_bytes(),
                         memory.signals(p, slot) + rank * columns.chunks_k};
     }
+    args.scales = gather.scales;
+    args.scales_behind =
+        int64_t(memory.world_size() - rank) * static_cast<int64_t>(request.shard_bytes()) +
+        rank * static_cast<int64_t>(request.scale_bytes());
+    args.row_scales = gather.scale_columns;
     args.head = request.shared.head.size();
     args.tail = request.shared.tail.size();
     args.tag = tag;

@@ -123,6 +123,12 @@ struct SmPushArgs {
   uint32_t* claims = nullptr;
   uint32_t* tail_claims = nullptr;
   uint32_t* go = nullptr;  // 0 before the call: 1 once somebody has seen all credits
+
+  // The scales of an fp8 shard, [rows, row_scales]; they go with the first chunk. Behind the rows
+  // of a place they lie by so many bytes.
+  float const* scales = nullptr;
+  int64_t scales_behind = 0;
+  int32_t row_scales = 0;
 };
 
 }  // namespace agmm

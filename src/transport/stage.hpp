@@ -1,4 +1,4 @@
-// The one kernel of the transports: brings rows of the own shard to where peers or boundary tiles
+// The kernel of the transports that brings rows of the own shard to where peers or boundary tiles
 // read them, before the consumer starts. A kernel of ours, because it waits for the credits with a
 // limit, reads the shard once for two destinations, and writes the signals in the same launch.
 #pragma once

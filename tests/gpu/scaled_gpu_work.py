@@ -208,8 +208,9 @@ def gathered_as_tuned(world_size: int, cases: list[tuple[Any, ...]]) -> Faults:
     return faults
 
 
-def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
-    """Calls whose data changes every time, in fp8 and bfloat16, eager and replayed in turn."""
+def back_to_back(world_size: int, scaling: str, count: int, config: str | None = None) -> Faults:
+    """Calls whose data changes every time, in fp8 and bfloat16, eager and replayed in turn; those
+    in fp8 by the config and as planned."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -223,11 +224,11 @@ def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
     other: Callable[..., Any] = agmm.all_gather_matmul
     push = config_of("push")
 
-    def call() -> torch.Tensor:
-        out: torch.Tensor = op(A, own.B, scale_a, own.scale_b, group, strict=True)
+    def call(config: str | None = config) -> torch.Tensor:
+        out: torch.Tensor = op(A, own.B, scale_a, own.scale_b, group, config=config, strict=True)
         return out
 
-    wanted = call().clone()
+    wanted = call(None).clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -251,7 +252,7 @@ def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
             out = replayed
         else:
             other(A.view(torch.uint8).to(torch.bfloat16), weight, group, config=push, strict=True)
-            out = call()
+            out = call(None if step % 2 else config)
         wrong += (out != wanted * factor).sum()
     count_wrong = int(wrong)
     return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]

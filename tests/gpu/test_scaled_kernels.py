@@ -407,6 +407,26 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
         check(results, world_size)
 
 
+@pytest.mark.parametrize("transport", ["sm4x64", "sm16x128+1", "sm64x64h4"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_gather_by_the_matmuls_warps(
+    gpu_pool: RankPool, world_size: int, scaling: str, transport: str
+) -> None:
+    """They send scales with the first chunk: of parts of the rows, to the nearest peer first, and
+    by CTAs of their own. K may be such that chunks are wider than asked for."""
+    shapes = [
+        LocalShape(1, 144, 144),
+        LocalShape(17, 528, 272),
+        LocalShape(200, 1024, 1680),
+        LocalShape(385, 528, 1040),
+    ]
+    for fast_accum in (True, False):
+        for return_A in (True, False):
+            arguments = shapes, scaling, (E4M3, E4M3), fast_accum, 1, return_A, transport
+            check(gpu_pool.run(scaled_gpu_work.gathered, world_size, *arguments), world_size)
+
+
 @pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_every_kernel_behind_a_gather(
@@ -447,11 +467,14 @@ def test_every_kernel_behind_a_gather(
         check(pool.run(scaled_gpu_work.gathered_as_tuned, world_size, cases), world_size)
 
 
+@pytest.mark.parametrize("config", [None, "sm8x64"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("world_size", ALL[1:])
-def test_calls_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
+def test_calls_back_to_back(
+    gpu_pool: RankPool, world_size: int, scaling: str, config: str | None
+) -> None:
     """Eager and replayed, mixed with calls in bfloat16 on the same slots; ranks are delayed."""
-    check(gpu_pool.run(scaled_gpu_work.back_to_back, world_size, scaling, 300), world_size)
+    check(gpu_pool.run(scaled_gpu_work.back_to_back, world_size, scaling, 300, config), world_size)
 
 
 SCATTER_SHAPES = [

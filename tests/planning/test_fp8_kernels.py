@@ -257,15 +257,16 @@ def test_the_model_chooses_between_fused_and_unfused(facts: None, op: str) -> No
 
 
 def test_legality_says_which_transports_there_are(facts: None) -> None:
-    """Ranks have push and agmm's gather, and none of the other transports that operands of 16 bits
-    have."""
+    """Ranks have both pushes and agmm's gather, and none of the other transports that operands of
+    16 bits have."""
     kernel = KernelConfig.parse(NARROW)
     built = built_kernels.kernels_of(ALL_GATHER_MATMUL, FORMAT)
-    assert legality.why_illegal(PROBLEM, Plan("push", kernel), built) is None
+    for transport in ("push", "sm16x128"):
+        assert legality.why_illegal(PROBLEM, Plan(transport, kernel), built) is None
     for rows, is_legal in ((64, True), (2048, True), (2056, False)):  # 16 MiB of values
         problem = replace(PROBLEM, m=rows)
         assert (legality.why_illegal(problem, GATHERED, built) is None) == is_legal
-    for plan in (Plan("pull", kernel), Plan("sm16x128", kernel), BY_TORCH):
+    for plan in (Plan("pull", kernel), BY_TORCH):
         for return_A in (False, True):
             problem = replace(PROBLEM, m=64, return_A=return_A)
             assert legality.why_illegal(problem, plan, built) is not None

@@ -80,6 +80,12 @@ def chooses_swapped(problem: Problem) -> bool:
     )
 
 
+def chooses_sm_push(problem: Problem) -> bool:
+    """Whether the cost model chooses SM push too: of fp8 where it was timed; else it is left to
+    tables."""
+    return not is_fp8(problem) or cost_model.constants_for(problem).sends_scales
+
+
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
     """The kernel with every raster and swizzle."""
     for raster, max_swizzle in product(RASTERS, SWIZZLES):

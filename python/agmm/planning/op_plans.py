@@ -9,7 +9,13 @@ from typing import NamedTuple, Protocol
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
-from agmm.planning.heuristics import chooses_swapped, lagged_plans, scatter_plans, usual_plans
+from agmm.planning.heuristics import (
+    chooses_sm_push,
+    chooses_swapped,
+    lagged_plans,
+    scatter_plans,
+    usual_plans,
+)
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
@@ -23,7 +29,7 @@ from agmm.planning.problems import (
     Problem,
 )
 from agmm.planning.search import Search
-from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, SmPush
 
 KernelsOf = Callable[..., Sequence[KernelConfig]]
 """The kernels to choose from, by op and name of a format; those of another epilogue than `PLAIN` by
@@ -152,10 +158,12 @@ class GatherPlans:
 
     def alternatives(self, problem: Problem) -> list[Plan]:
         plans = [Plan(PUSH)] if problem.gpu == CPU else []
-        with_swapped = chooses_swapped(problem)
+        with_swapped, with_sm_push = chooses_swapped(problem), chooses_sm_push(problem)
         for kernel in self.kernels:
             if with_swapped or not kernel.swapped:
                 plans += usual_plans(problem, kernel)
+        if not with_sm_push:
+            plans = [plan for plan in plans if not isinstance(plan.transport, SmPush)]
         if self.why_unfused is None and GATHER.why_illegal(problem, None) is None:
             plans.append(GATHERED)
         return [*plans, UNFUSED]

@@ -12,6 +12,7 @@ from agmm.planning.cost_model import At, Load, Tiling
 from agmm.planning.heuristics import (
     MAX_SPLITS,
     PUSH_COLUMNS,
+    chooses_sm_push,
     chooses_swapped,
     has_few_rows_of_tiles,
     usual_order,
@@ -49,7 +50,9 @@ class SplitKernel:
         columns = PUSH_COLUMNS[-1]
         while problem.k > columns * MAX_COLUMN_CHUNKS:
             columns *= 2
-        self.can_push = SmPush(1, columns).why_illegal(problem, config) is None
+        self.can_push = (
+            chooses_sm_push(problem) and SmPush(1, columns).why_illegal(problem, config) is None
+        )
         self._orders: dict[bool, KernelConfig] = {}
 
     def in_order(self, problem: Problem) -> KernelConfig:

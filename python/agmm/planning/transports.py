@@ -178,7 +178,7 @@ class SmPush(FusedGather):
     head_chunks: int = 0
 
     ops = (ALL_GATHER_MATMUL,)
-    why_not_fp8 = "it sends rows of A without their scales"
+    kinds = _ANY_KIND
 
     @property
     def name(self) -> str:

@@ -286,7 +286,8 @@ struct AsyncInputMainloop : Base {
     if constexpr (kConsumersPush) {
       bool const is_first_tile = smem_pipe_read.count() == 0;
       if (is_first_tile && params.push.shard != nullptr) {
-        copy_first_item<kConsumers>(params.push, shared_tensors.first_item, thread_idx);
+        copy_first_item<kReadsScales, kConsumers>(params.push, shared_tensors.first_item,
+                                                  thread_idx);
       }
     }
     if constexpr (kScalesBlocks) {
@@ -502,10 +503,10 @@ struct AsyncInputMainloop : Base {
     if constexpr (kMayPush) {
       if (params.push.shard != nullptr) {
         if constexpr (kConsumersPush) {
-          push_head_after<kConsumers>(shared_tensors.first_item, params.push,
-                                      params.input.arrival.wait_limit);
+          push_head_after<kReadsScales, kConsumers>(shared_tensors.first_item, params.push,
+                                                    params.input.arrival.wait_limit);
         } else {
-          push_head(params.push, params.input.arrival.wait_limit);
+          push_head<kReadsScales>(params.push, params.input.arrival.wait_limit);
         }
         finish(params);
       }
@@ -538,7 +539,9 @@ struct AsyncInputMainloop : Base {
     int32_t const first_claims = kConsumersPush ? ctas_with_tiles : 0;
     int32_t const warps = kConsumersPush ? min_of(head, ctas_with_tiles) : ctas_with_tiles;
     int32_t const head_claims = max_of(head, first_claims) + warps * 3 / 4;
-    if (push_tail(params.push, queue, head_claims, params.input.arrival.wait_limit)) finish(params);
+    if (push_tail<kReadsScales>(params.push, queue, head_claims, params.input.arrival.wait_limit)) {
+      finish(params);
+    }
   }
 
   /// How many warps finish() waits for.

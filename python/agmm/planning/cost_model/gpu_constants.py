@@ -173,6 +173,8 @@ class Constants:
     scatter_add_us: float = 0.0
     """The time in which a tile of 128 x 128 of the own rows is added up, where the links are slower
     than the tiles; larger ones take longer."""
+    sends_scales: bool = False
+    """Whether SM push of rows with scales was timed; else tables alone choose it."""
     sm_push_cta_us: float = 0.0
     """The additional time until an SM push has arrived where CTAs of their own send."""
     uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
