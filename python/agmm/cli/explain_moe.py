@@ -32,8 +32,8 @@ def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanatio
     if gpu == CPU:
         plan, why = "agmm, through shared memory", "each expert's rows are one product"
     else:
-        plan = "composed: all-gather, grouped matmul, all-to-all of float32 sums"
-        why = "no kernel of this build moves rows that are grouped by expert"
+        plan = "agmm brings the rows beside the grouped matmul; sums by an all-to-all in float32"
+        why = "no kernel of this build sends sums of rows that are grouped by expert"
     rows = shape.tokens * shape.k
     spread = f"{rows // ranks} rows in the mean, {rows / shape.experts:.1f} an expert"
     notes = [

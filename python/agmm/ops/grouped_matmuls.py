@@ -150,8 +150,9 @@ def all_gather_grouped_matmul(
     backward of x is `grouped_matmul_reduce_scatter`. Under autocast x, weights and bias are cast as
     ``torch.nn.functional.linear`` casts them. ``torch.compile`` traces it.
 
-    On CUDA no kernel has it yet: the tokens are gathered by the group's backend and multiplied by
-    torch's grouped matmul, with one warning.
+    On CUDA each rank brings itself the tokens that its experts want, and on Hopper the matmul takes
+    them as they come. Where the GPUs do not reach each other the group's backend gathers all
+    tokens, with one warning.
 
     Args:
         x: [T_local, K], this rank's tokens: bfloat16, float16, float32 or float64.

@@ -132,6 +132,14 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
             rank = groups.of(self.group).rank
             nan_check.look_through(words.op, "topk_weights", router, rank)
 
+    def why_no_kernel(self) -> str | None:
+        if self.group.size() == 1:
+            return None
+        return (
+            "experts: found device cuda, wanted cpu: no kernel of this build sends sums of rows "
+            "that are grouped by expert"
+        )
+
     def sent_columns(self) -> int:
         return self._call.weights[0].shape[2]
 

@@ -1,0 +1,84 @@
+"""The dispatch of rows on CUDA: the symmetric memory in which ranks offer each other their tokens,
+and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from agmm import _core
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
+
+
+class RowsOfExperts(NamedTuple):
+    """The rows that the experts of this rank want, on its GPU: contiguous int32 tensors, as in
+    `Routing`."""
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    positions: torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """Memory for what a dispatch brings."""
+
+    rows: torch.Tensor
+    """[capacity, K]: the rows by expert; what lies behind the last row is not written."""
+    gathered: torch.Tensor | None
+    """[tokens of all ranks, K], or None where they are not wanted."""
+    words: torch.Tensor
+    """int32 [2, ranks * experts]: the counts of rows that have come, and the first rows of the
+    sources."""
+
+
+class DispatchWorkspace(SymmetricWorkspace):
+    """The slots in which the ranks of a group offer each other their tokens."""
+
+    core_class = _core.CudaRowDispatch
+    _granule = 8 << 20
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        wanted: RowsOfExperts,
+        room: Dispatched,
+        matmuls: Sequence[Any] = (),
+    ) -> None:
+        """Enqueue a dispatch on the current stream, and behind it matmuls of its rows, of which the
+        first one takes the rows as they come. Collective.
+
+        Args:
+            x: [tokens of this rank, K], contiguous, at a multiple of 16 bytes.
+            counts: the tokens of each rank, the same on all ranks.
+            wanted: which rows to bring, of which tokens.
+            room: where they are brought to.
+            matmuls: what `grouped_kernel.described` makes of them.
+
+        Raises:
+            InvalidArgument, Unsupported, AgmmError: as `symmetric.enqueue`.
+        """
+        row_bytes = x.shape[1] * x.element_size()
+        experts, choices = wanted.offsets.shape[0] - 1, wanted.positions.shape[1]
+        with self.lock:
+            self.known.calls += 1
+            enqueue(
+                self,
+                max(counts) * row_bytes,
+                "dispatch",
+                (row_bytes, choices, experts, room.rows.shape[0]),
+                list(counts),
+                (
+                    x.data_ptr(),
+                    *(tensor.data_ptr() for tensor in wanted),
+                    room.rows.data_ptr(),
+                    0 if room.gathered is None else room.gathered.data_ptr(),
+                    room.words[0].data_ptr(),
+                    room.words[1].data_ptr(),
+                ),
+                list(matmuls),
+                stream_of(x.device),
+            )
