@@ -1,4 +1,4 @@
-// This file binds grouped matmuls, the order of their tiles, and the dispatch of their rows.
+// This file binds grouped matmuls, the order of their tiles, and what moves their rows.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "agmm/grouped_matmul.hpp"
+#include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
 #include "order/grouped_tiles.hpp"
+#include "symmetric/combine_layout.hpp"
 #include "symmetric/dispatch_layout.hpp"
 
 namespace py = pybind11;
@@ -23,6 +25,7 @@ namespace {
 
 using agmm::ExpertWeight;
 using agmm::GroupedMatmul;
+using agmm::RowCombiner;
 using agmm::RowDispatcher;
 
 /// A RowArrival in Python: addresses of `arrived` and `begins`, sources, the first source, rank.
@@ -149,6 +152,78 @@ void bind_dispatch(py::module_& m) {
            "whether the stream is being captured.");
 }
 
+/// A matmul whose rows are combined: it, and the address and leading dimension of its A.
+using CombinedTuple = std::tuple<MatmulTuple, uintptr_t, int64_t>;
+
+bool combine(RowCombiner& combiner, agmm::CollectiveElement element, Sizes const& sizes,
+             std::vector<int32_t> const& counts, std::array<uintptr_t, 4> const& addresses,
+             std::vector<uintptr_t> const& rows, std::vector<CombinedTuple> const& matmuls,
+             uintptr_t stream) {
+  agmm::RowCombine call;
+  call.element = element;
+  std::tie(call.columns, call.choices, call.experts, call.capacity) = sizes;
+  call.counts = counts;
+  call.parts = static_cast<int32_t>(rows.size() + matmuls.size());
+  auto const [offsets, positions, weights, out] = addresses;
+  call.offsets = agmm::pointer<int32_t const>(offsets);
+  call.positions = agmm::pointer<int32_t const>(positions);
+  for (uintptr_t const each : rows) call.rows.push_back(agmm::pointer<void const>(each));
+  call.weights = agmm::pointer<float const>(weights);
+  call.out = agmm::pointer<void>(out);
+  call.limit_ns = agmm::limit_ns();
+  std::vector<GroupedMatmul> ahead;
+  for (auto const& [given, a, lda] : matmuls) {
+    GroupedMatmul& args = ahead.emplace_back(matmul_of(given));
+    args.a = agmm::pointer<void const>(a);
+    args.lda = lda;
+    args.offsets = call.offsets;
+  }
+  return combiner(call, ahead, agmm::pointer<void>(stream));
+}
+
+void bind_combine(py::module_& m) {
+  using agmm::CombineLayout;
+  py::class_<RowCombiner, agmm::Held<RowCombiner>>(
+      m, "CudaRowCombine", "The slot of one group in which the ranks leave the rows of tokens.")
+      .def(py::init(&agmm::make_workspace<RowCombiner>), py::arg("rank"), py::arg("bases"),
+           py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
+      .def_static(
+          "workspace_bytes",
+          [](std::size_t slot_bytes, int world_size) {
+            return CombineLayout(slot_bytes, world_size).bytes();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"))
+      .def_static(
+          "words_offset",
+          [](std::size_t slot_bytes, int world_size) {
+            return CombineLayout(slot_bytes, world_size).words_offset();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"), "Where the words begin, in bytes.")
+      .def_static(
+          "credit_words",
+          [](int world_size) { return CombineLayout(0, world_size).credit_words(); },
+          py::arg("world_size"),
+          "Indices from words_offset of the words that are 1 before the first call; the others are "
+          "0.")
+      .def_static(
+          "slot_bytes_of", &CombineLayout::slot_bytes_of, py::arg("choices"), py::arg("rows"),
+          py::arg("row_bytes"),
+          "The slot that a call takes, of so many choices of all ranks' tokens, and rows of "
+          "all parts.")
+      .def_property_readonly("slot_bytes", &RowCombiner::slot_bytes)
+      .def("precede", &agmm::precede<RowCombiner>, py::arg("stream"), agmm::kPrecedeDoc)
+      .def("combine", &combine, py::arg("element"), py::arg("sizes"), py::arg("counts"),
+           py::arg("addresses"), py::arg("rows"), py::arg("matmuls"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues the matmuls that compute rows, and behind them the sums of the rows of each "
+           "token. sizes: columns, choices of a token, experts, rows that there is room for. "
+           "counts: the tokens of each rank. addresses: those of offsets and positions of the "
+           "routing, of the weights in float32 or 0, and of out. rows: the addresses of rows that "
+           "are there already, of each part. matmuls: as for a dispatch, but for out, each with "
+           "the address and the leading dimension of its rows. Returns whether the stream is being "
+           "captured.");
+}
+
 /// What the kernel's warps do with the offsets, in the order of the blocks.
 std::vector<std::tuple<int, int, int, int, int, int>> grouped_blocks(
     std::vector<int32_t> const& offsets, int rows, int columns, int tile_rows, int block_columns,
@@ -183,7 +258,9 @@ std::vector<std::tuple<int, int, int, int, int, int>> grouped_blocks(
 
 void bind_grouped(py::module_& m) {
   m.attr("MOST_EXPERTS") = agmm::kMostExperts;
+  m.attr("MOST_COMBINED_PARTS") = agmm::kMostCombinedParts;
   bind_dispatch(m);
+  bind_combine(m);
   m.def(
       "grouped_matmul", &grouped_matmul, py::arg("config"), py::arg("dtype"),
       py::arg("column_major"), py::arg("activation"), py::arg("sizes"), py::arg("a"),

@@ -6,6 +6,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/grouped_matmul.hpp"
+#include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
 #include "ops/quantize.hpp"
 
@@ -73,5 +74,14 @@ bool RowDispatcher::operator()(RowDispatch const&, std::vector<GroupedMatmul> co
   refuse();
 }
 void RowDispatcher::precede(void*) { refuse(); }
+
+struct RowCombiner::Impl {};
+RowCombiner::RowCombiner(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
+RowCombiner::~RowCombiner() = default;
+std::size_t RowCombiner::slot_bytes() const { refuse(); }
+bool RowCombiner::operator()(RowCombine const&, std::vector<GroupedMatmul> const&, void*) {
+  refuse();
+}
+void RowCombiner::precede(void*) { refuse(); }
 
 }  // namespace agmm

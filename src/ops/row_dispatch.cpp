@@ -8,6 +8,7 @@
 
 #include "ops/prepare_grouped.hpp"
 #include "ops/refuse.hpp"
+#include "ops/row_checks.hpp"
 #include "order/grouped_tiles.hpp"
 #include "runtime/cuda.hpp"
 #include "runtime/ordered_calls.hpp"
@@ -21,26 +22,6 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 
-void check_between(char const* argument, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most) {
-    refuse(argument, std::to_string(value), std::to_string(least) + " to " + std::to_string(most));
-  }
-}
-
-void check_pointer(char const* argument, void const* pointer, int64_t alignment) {
-  if (pointer == nullptr) refuse(argument, "null", "device memory");
-  if (reinterpret_cast<uintptr_t>(pointer) % std::size_t(alignment) != 0) {
-    refuse(argument, "an address that is no multiple of " + std::to_string(alignment) + " bytes",
-           "one that is");
-  }
-}
-
-int64_t all_tokens(RowDispatch const& call) {
-  int64_t all = 0;
-  for (int32_t const count : call.counts) all += count;
-  return all;
-}
-
 std::string described(RowDispatch const& call) {
   std::string counts;
   for (int32_t const count : call.counts) counts += std::to_string(count) + " ";
@@ -50,7 +31,7 @@ std::string described(RowDispatch const& call) {
 /// What the ranks have to agree on. How many rows of a token there are does not matter to the rank
 /// that offers it.
 uint32_t tag_of(RowDispatch const& call) {
-  return call_tag(all_tokens(call), call.row_bytes, described(call), false);
+  return call_tag(total(call.counts), call.row_bytes, described(call), false);
 }
 
 }  // namespace
@@ -80,30 +61,24 @@ struct RowDispatcher::Impl {
 };
 
 void RowDispatcher::Impl::check(RowDispatch const& call) const {
-  if (call.counts.size() != bases.size()) {
-    refuse("tokens_per_rank", std::to_string(call.counts.size()) + " numbers",
-           std::to_string(bases.size()));
-  }
+  check_counts(call.counts, bases.size());
+  check_row_bytes(call.row_bytes);
   check_between("row_bytes", call.row_bytes, kVectorBytes, int64_t(kMaxSize) * 8);
-  if (call.row_bytes % kVectorBytes != 0) {
-    refuse("row_bytes", std::to_string(call.row_bytes), "a multiple of 16");
-  }
   int64_t const room = static_cast<int64_t>(layout.slot_bytes()) / call.row_bytes;
   for (int32_t const count : call.counts) check_between("tokens_per_rank", count, 0, room);
-  check_between("tokens", all_tokens(call), 1, kMaxSize);
   check_between("choices", call.choices, 1, kMostChoices);
   check_between("experts", call.experts, 1, kMostExperts);
   check_between("capacity", call.capacity, 1, kMaxSize);
   check_between("ctas", call.ctas, 0, sm_count);
-  if (call.counts[std::size_t(rank)] > 0) check_pointer("x", call.x, kVectorBytes);
-  check_pointer("rows", call.rows, kVectorBytes);
-  if (call.gathered != nullptr) check_pointer("gathered", call.gathered, kVectorBytes);
+  if (call.counts[std::size_t(rank)] > 0) check_address("x", call.x, kVectorBytes);
+  check_address("rows", call.rows, kVectorBytes);
+  if (call.gathered != nullptr) check_address("gathered", call.gathered, kVectorBytes);
   for (auto const& [name, pointer] : {std::pair<char const*, void const*>{"tokens", call.tokens},
                                       {"offsets", call.offsets},
                                       {"positions", call.positions},
                                       {"arrived", call.arrived},
                                       {"begins", call.begins}}) {
-    check_pointer(name, pointer, sizeof(int32_t));
+    check_address(name, pointer, sizeof(int32_t));
   }
 }
 

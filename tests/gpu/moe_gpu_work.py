@@ -38,7 +38,7 @@ def refused(world_size: int) -> list[str] | None:
     if group is None:
         return None
     forget_warnings()
-    case = Case((4,) * world_size, 2, 2, hidden=8)
+    case = Case((4,) * world_size, 2, 2)
     given = placed(whole_of(case)[group.rank()], "cuda")
     routing = moe.moe.route(given.ids, group, num_experts=case.all_experts)
     said = []

@@ -1,5 +1,5 @@
-"""Rows that are brought to the ranks of their experts, and the grouped matmul that takes them as
-they come: several ranks on one GPU, in one process and in several, and one on each GPU."""
+"""Rows that are brought to the ranks of their experts, the grouped matmul that takes them as they
+come, and their sums: several ranks on one GPU, in one process and in several, and one on each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import combine_stand_in
 import dispatch_stand_in
 import dispatch_work as work
 import pytest
@@ -17,6 +18,8 @@ from at_hand import needs_two, world_sizes
 from agmm import _core
 from agmm.testing.ranks import RankPool
 
+PROGRAMS = (str(dispatch_stand_in.__file__), str(combine_stand_in.__file__))
+"""What makes calls of several ranks in one process."""
 needs_no_fault = pytest.mark.skipif(
     _core.fault != "", reason=f"agmm is built with the fault {_core.fault!r}"
 )
@@ -27,9 +30,9 @@ def check(results: list[list[str] | None], world_size: int) -> None:
     assert [fault for result in results for fault in result or []] == []
 
 
-def run(*tool: str, arguments: tuple[str, ...] = ()) -> str:
+def run(program: str, *tool: str, arguments: tuple[str, ...] = ()) -> str:
     process = subprocess.run(
-        [*tool, sys.executable, str(dispatch_stand_in.__file__), *arguments],
+        [*tool, sys.executable, program, *arguments],
         env={
             **os.environ,
             "AGMM_TIMEOUT_S": "60",
@@ -46,28 +49,30 @@ def run(*tool: str, arguments: tuple[str, ...] = ()) -> str:
 
 
 @needs_no_fault
+@pytest.mark.parametrize("program", PROGRAMS, ids=["dispatch", "combine"])
 @pytest.mark.timeout(300)
-def test_ranks_of_one_process_bring_every_row() -> None:
-    assert "all equal" in run()
+def test_ranks_of_one_process_move_every_row(program: str) -> None:
+    assert "all equal" in run(program)
 
 
 @needs_no_fault
+@pytest.mark.parametrize("program", PROGRAMS, ids=["dispatch", "combine"])
 @pytest.mark.timeout(300)
-def test_memcheck_finds_nothing() -> None:
+def test_memcheck_finds_nothing(program: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if sanitizer is None:
         pytest.skip("no compute-sanitizer")
     tool = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9")
-    assert "all equal" in run(*tool, arguments=("--short",))
+    assert "all equal" in run(program, *tool, arguments=("--short",))
 
 
 @needs_two
 @needs_no_fault
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", world_sizes(2, 3, 4))
-def test_products_are_those_of_rows_that_are_there(
+def test_results_are_those_of_operations_one_by_one(
     gpu_pool: RankPool, world_size: int, dtype: torch.dtype
 ) -> None:
     check(gpu_pool.run(work.faults, world_size, 40, world_size, dtype), world_size)

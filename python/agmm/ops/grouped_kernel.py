@@ -116,8 +116,14 @@ def described(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     epilogue: Epilogue | None,
+    *,
+    has_out: bool = True,
 ) -> Described:
-    """The call of the kernel that `config_of` found for the operands."""
+    """The call of the kernel that `config_of` found for the operands.
+
+    Args:
+        has_out: False where the result has a place elsewhere; then `Described.out` is empty.
+    """
     experts, k, n = weights[0].shape
     held: list[torch.Tensor] = []
     given, column_major = [], False
@@ -127,7 +133,7 @@ def described(
         column_major = layout.column_major
         address = bias_pointer(bias, held)
         given.append((weight.data_ptr(), layout.leading, layout.expert_stride, address))
-    out = rows.new_empty(rows.shape[0], n)
+    out = rows.new_empty(rows.shape[0] if has_out else 0, n)
     activation = "" if epilogue is None else epilogue.activation
     sizes = (rows.shape[0], n, k, experts)
     arguments = config, _DTYPES[rows.dtype], column_major, activation, sizes, given, out.data_ptr()

@@ -1,5 +1,5 @@
-"""The dispatch of rows on CUDA: the symmetric memory in which ranks offer each other their tokens,
-and its calls."""
+"""Rows of experts on CUDA: the symmetric memory in which ranks offer each other their tokens, and
+that in which they leave what their experts made of them, and the calls of both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from agmm import _core
+from agmm.runtime.cuda_collectives import ELEMENTS
 from agmm.runtime.streams import stream_of
 from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
 
@@ -81,4 +82,62 @@ class DispatchWorkspace(SymmetricWorkspace):
                 ),
                 list(matmuls),
                 stream_of(x.device),
+            )
+
+
+class CombineWorkspace(SymmetricWorkspace):
+    """The slot in which the ranks of a group leave the rows that others add up."""
+
+    core_class = _core.CudaRowCombine
+    _granule = 8 << 20
+
+    def combine(
+        self,
+        out: torch.Tensor,
+        counts: Sequence[int],
+        wanted: RowsOfExperts,
+        weights: torch.Tensor | None,
+        rows: Sequence[torch.Tensor],
+        matmuls: Sequence[Any] = (),
+    ) -> None:
+        """Enqueue the sums of the rows of each token on the current stream, behind the matmuls that
+        compute the rows, if those are not there already. Collective.
+
+        Args:
+            out: [tokens of this rank, N], contiguous.
+            counts: the tokens of each rank, the same on all ranks.
+            wanted: where the rows of each token are.
+            weights: float32 [tokens of this rank, choices], contiguous, or None for 1.
+            rows: [capacity, N] each, contiguous, in the dtype of ``out``; added up.
+            matmuls: in their place what `grouped_kernel.described` makes of each, with the address
+                and the leading dimension of its rows.
+
+        Raises:
+            InvalidArgument, Unsupported, AgmmError: as `symmetric.enqueue`.
+        """
+        experts, choices = wanted.offsets.shape[0] - 1, wanted.positions.shape[1]
+        capacity, columns = wanted.tokens.shape[0], out.shape[1]
+        parts = len(rows) + len(matmuls)
+        row_bytes = columns * out.element_size()
+        slot_bytes = self.core_class.slot_bytes_of(
+            sum(counts) * choices, parts * capacity, row_bytes
+        )
+        with self.lock:
+            self.known.calls += 1
+            enqueue(
+                self,
+                slot_bytes,
+                "combine",
+                ELEMENTS[out.dtype],
+                (columns, choices, experts, capacity),
+                list(counts),
+                (
+                    wanted.offsets.data_ptr(),
+                    wanted.positions.data_ptr(),
+                    0 if weights is None else weights.data_ptr(),
+                    out.data_ptr(),
+                ),
+                [one.data_ptr() for one in rows],
+                list(matmuls),
+                stream_of(out.device),
             )

@@ -101,6 +101,7 @@ struct GroupedInstance {
     params.k_tiles = ceil_div(args.k, TileK);
     params.activation = args.activation;
     params.starts_early = args.starts_early;
+    params.clears_rest = args.clears_rest;
     // CTAs without a tile help to clear the rows behind the last expert's.
     params.clusters = max_of(1, args.sm_count / ClusterN);
     if (!describe_operands(params, args)) return "the driver refused a TMA descriptor";

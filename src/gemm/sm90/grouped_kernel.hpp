@@ -165,6 +165,7 @@ struct GroupedKernel {
     int32_t k_tiles = 0;
     int32_t clusters = 0;
     bool starts_early = false;
+    bool clears_rest = true;
     Activation activation = Activation::Relu;
 
     int32_t ctas() const { return clusters * kClusterN; }
@@ -470,7 +471,7 @@ struct GroupedKernel {
       if constexpr (kGroups > 1) stage.skip((kGroups - 1) * params.k_tiles);
       store(params, shared, block, warpgroup, part, buffer, sums);
     }
-    clear_rest(params);
+    if (params.clears_rest) clear_rest(params);
     if (params.starts_early) wait_for_previous_kernel();
   }
 

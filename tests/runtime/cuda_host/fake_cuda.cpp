@@ -10,6 +10,7 @@
 #include <new>
 #include <thread>
 
+#include "collectives/row_combine.hpp"
 #include "gemm/grouped_entry.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
@@ -421,6 +422,14 @@ std::size_t const kGroupedCount = 0;
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
+}
+
+cudaError_t prepare_combine() { return cudaSuccess; }
+cudaError_t launch_open(CombineArgs const&, int, cudaStream_t stream) {
+  return fake::enqueue("open", stream);
+}
+cudaError_t launch_combine(CombineArgs const&, CollectiveElement, int, cudaStream_t stream) {
+  return fake::enqueue("combine", stream);
 }
 
 cudaError_t prepare_dispatch() { return cudaSuccess; }
