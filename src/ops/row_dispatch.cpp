@@ -42,12 +42,16 @@ struct RowDispatcher::Impl {
         bases(std::move(bases_)),
         layout(slot_bytes, static_cast<int>(bases.size())),
         sm_count(small_kernels_device().sm_count - reserved_sms),
+        in_pairs(small_kernels_device().capability_major >= 9),
         ordered(small_kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   void check(RowDispatch const& call) const;
+  /// An even number where CTAs come in pairs.
   int ctas_of(RowDispatch const& call) const {
-    return std::clamp<int>(call.ctas > 0 ? call.ctas : kDispatchCtas, 1, std::max(1, sm_count / 2));
+    int const wanted = call.ctas > 0 ? call.ctas : kDispatchCtas;
+    int const ctas = std::clamp(wanted, 1, std::max(1, sm_count / 2));
+    return in_pairs ? std::max(2, ctas / 2 * 2) : ctas;
   }
   DispatchArgs args_of(RowDispatch const& call, uint32_t tag) const;
   GroupedMatmul with_rows(GroupedMatmul args, RowDispatch const& call, bool is_first) const;
@@ -55,7 +59,8 @@ struct RowDispatcher::Impl {
   int rank;
   std::vector<uintptr_t> bases;
   DispatchLayout layout;
-  int sm_count;  // multiprocessors for this workspace's kernels
+  int sm_count;   // multiprocessors for this workspace's kernels
+  bool in_pairs;  // whether the GPU has clusters
   OrderedCalls ordered;
   std::set<uint32_t> noted;  // tags
 };
@@ -137,8 +142,8 @@ RowDispatcher::RowDispatcher(int rank, std::vector<uintptr_t> const& bases, std:
                              int reserved_sms)
     : impl_(std::make_unique<Impl>(rank, bases, slot_bytes, reserved_sms)) {
   check_between("rank", rank, 0, impl_->world_size() - 1);
-  if (reserved_sms < 0 || impl_->sm_count < 2) {
-    refuse("reserved_sms", std::to_string(reserved_sms), "some that leave at least 2");
+  if (reserved_sms < 0 || impl_->sm_count < 4) {
+    refuse("reserved_sms", std::to_string(reserved_sms), "some that leave at least 4");
   }
   AGMM_CHECK_CUDA(prepare_dispatch());
 }
@@ -165,7 +170,7 @@ bool RowDispatcher::operator()(RowDispatch const& call, std::vector<GroupedMatmu
     return [this, args, prepared, ctas = impl_->ctas_of(call)](cudaStream_t on) {
       AGMM_CHECK_CUDA(launch_offer(args, impl_->sm_count, on));
       // No event or other work stands between the dispatch and the matmul that starts early.
-      AGMM_CHECK_CUDA(launch_dispatch(args, ctas, on));
+      AGMM_CHECK_CUDA(launch_dispatch(args, ctas, impl_->in_pairs, on));
       for (PreparedGrouped const& each : prepared) each.launch(on);
     };
   });

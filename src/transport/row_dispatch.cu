@@ -275,9 +275,18 @@ cudaError_t launch_offer(DispatchArgs const& args, int sm_count, cudaStream_t st
   return cudaGetLastError();
 }
 
-cudaError_t launch_dispatch(DispatchArgs const& args, int ctas, cudaStream_t stream) {
-  dispatch_kernel<<<unsigned(ctas), kDispatchThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+cudaError_t launch_dispatch(DispatchArgs const& args, int ctas, bool in_pairs,
+                            cudaStream_t stream) {
+  cudaLaunchAttribute pair{};
+  pair.id = cudaLaunchAttributeClusterDimension;
+  pair.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(ctas));
+  config.blockDim = dim3(kDispatchThreads);
+  config.stream = stream;
+  config.attrs = &pair;
+  config.numAttrs = in_pairs ? 1 : 0;
+  return cudaLaunchKernelEx(&config, dispatch_kernel, args);
 }
 
 }  // namespace agmm

@@ -75,6 +75,8 @@ struct DispatchArgs {
 cudaError_t prepare_dispatch();
 /// `sm_count`: CTAs are at most twice as many.
 cudaError_t launch_offer(DispatchArgs const& args, int sm_count, cudaStream_t stream);
-cudaError_t launch_dispatch(DispatchArgs const& args, int ctas, cudaStream_t stream);
+/// `in_pairs`: as clusters of two, on a GPU that has clusters, so that the multiprocessors that are
+/// left have room for a matmul's; `ctas` is even then.
+cudaError_t launch_dispatch(DispatchArgs const& args, int ctas, bool in_pairs, cudaStream_t stream);
 
 }  // namespace agmm

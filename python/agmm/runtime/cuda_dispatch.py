@@ -40,6 +40,8 @@ class DispatchWorkspace(SymmetricWorkspace):
 
     core_class = _core.CudaRowDispatch
     _granule = 8 << 20
+    ctas = 0
+    """How many CTAs bring rows; 0 leaves the number to the core. A benchmark sets it."""
 
     def dispatch(
         self,
@@ -82,6 +84,7 @@ class DispatchWorkspace(SymmetricWorkspace):
                 ),
                 list(matmuls),
                 stream_of(x.device),
+                self.ctas,
             )
 
 

@@ -436,7 +436,7 @@ cudaError_t prepare_dispatch() { return cudaSuccess; }
 cudaError_t launch_offer(DispatchArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("offer", stream);
 }
-cudaError_t launch_dispatch(DispatchArgs const&, int, cudaStream_t stream) {
+cudaError_t launch_dispatch(DispatchArgs const&, int, bool, cudaStream_t stream) {
   return fake::enqueue("dispatch", stream);
 }
 
