@@ -53,13 +53,18 @@ struct GroupedMatmul {
   // memory.
   int32_t const* offsets = nullptr;
   RowArrival arrival{};
+  // Whether the kernel starts as soon as all CTAs of the kernel ahead in the stream run, where that
+  // is the one that brings the rows (RowArrival).
+  bool starts_early = false;
+  bool clears_rest = true;  // whether the rows behind the last expert's become 0
   ExpertWeight weight{};
   ExpertWeight up{};  // of Epilogue::Gate alone
   void* out = nullptr;
   int32_t sm_count = 0;  // CTAs at most; 0, or more than that: the device's SMs
 };
 AGMM_FIELDS(GroupedMatmul, shape, dtype, b_layout, epilogue, activation, rows, out_columns, k,
-            experts, a, lda, offsets, arrival, weight, up, out, sm_count);
+            experts, a, lda, offsets, arrival, starts_early, clears_rest, weight, up, out,
+            sm_count);
 
 /// Enqueues it on a stream of the current device. The first call with a kernel loads that, which
 /// waits for the device. Throws std::invalid_argument where the problem is

@@ -17,6 +17,8 @@ __all__: list[str] = [
     "CollectiveOp",
     "CpuWorkspace",
     "CudaCollectives",
+    "CudaRowCombine",
+    "CudaRowDispatch",
     "CudaScatterWorkspace",
     "CudaWorkspace",
     "DType",
@@ -37,6 +39,8 @@ __all__: list[str] = [
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
     "MAX_STREAMING_CLUSTER",
+    "MOST_CHOICES",
+    "MOST_COMBINED_PARTS",
     "MOST_EXPERTS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
@@ -933,6 +937,120 @@ class ScaleOf:
     @property
     def value(self) -> int: ...
 
+class CudaRowDispatch:
+    """
+    Slots of one group in which the ranks offer each other their tokens.
+    """
+    @staticmethod
+    def credit_words(world_size: int) -> list[int]:
+        """
+        Indices from words_offset of the words that are 1 before the first call. There are none: all words are 0.
+        """
+    @staticmethod
+    def words_offset(slot_bytes: int, world_size: int) -> int:
+        """
+        Where the words begin, in bytes.
+        """
+    @staticmethod
+    def workspace_bytes(slot_bytes: int, world_size: int) -> int: ...
+    def __init__(
+        self,
+        rank: int,
+        bases: collections.abc.Sequence[int],
+        slot_bytes: int,
+        reserved_sms: int = 0,
+    ) -> None: ...
+    def dispatch(
+        self,
+        sizes: tuple[int, int, int, int],
+        counts: collections.abc.Sequence[int],
+        addresses: typing.Annotated[collections.abc.Sequence[int], "FixedSize(8)"],
+        matmuls: collections.abc.Sequence[
+            tuple[
+                KernelConfig,
+                DType,
+                bool,
+                str,
+                tuple[int, int, int, int],
+                collections.abc.Sequence[tuple[int, int, int, int]],
+                int,
+            ]
+        ],
+        stream: int,
+        ctas: int = 0,
+    ) -> bool:
+        """
+        Enqueues a dispatch of rows, and behind it the matmuls that take them as they come. sizes: bytes of a row, choices of a token, experts, rows that there is room for. counts: the tokens of each rank. addresses: those of this rank's tokens, of tokens, offsets and positions of the routing, of the rows, of the gathered tokens or 0, and of ranks * experts words for counts and as many for first rows. matmuls: for each its kernel, dtype, layout, activation, sizes, weights and the address of out, as in grouped_matmul. ctas: those that bring rows; 0 leaves the number to agmm. Returns whether the stream is being captured.
+        """
+    def precede(self, stream: int) -> None:
+        """
+        Makes what is enqueued on the stream from now on wait for the last call, eager or of the capture that the stream is in.
+        """
+    @property
+    def slot_bytes(self) -> int: ...
+
+class CudaRowCombine:
+    """
+    The slot of one group in which the ranks leave the rows of tokens.
+    """
+    @staticmethod
+    def credit_words(world_size: int) -> list[int]:
+        """
+        Indices from words_offset of the words that are 1 before the first call; the others are 0.
+        """
+    @staticmethod
+    def slot_bytes_of(choices: int, rows: int, row_bytes: int) -> int:
+        """
+        The slot that a call takes, of so many choices of all ranks' tokens, and rows of all parts.
+        """
+    @staticmethod
+    def words_offset(slot_bytes: int, world_size: int) -> int:
+        """
+        Where the words begin, in bytes.
+        """
+    @staticmethod
+    def workspace_bytes(slot_bytes: int, world_size: int) -> int: ...
+    def __init__(
+        self,
+        rank: int,
+        bases: collections.abc.Sequence[int],
+        slot_bytes: int,
+        reserved_sms: int = 0,
+    ) -> None: ...
+    def combine(
+        self,
+        element: CollectiveElement,
+        sizes: tuple[int, int, int, int],
+        counts: collections.abc.Sequence[int],
+        addresses: typing.Annotated[collections.abc.Sequence[int], "FixedSize(4)"],
+        rows: collections.abc.Sequence[int],
+        matmuls: collections.abc.Sequence[
+            tuple[
+                tuple[
+                    KernelConfig,
+                    DType,
+                    bool,
+                    str,
+                    tuple[int, int, int, int],
+                    collections.abc.Sequence[tuple[int, int, int, int]],
+                    int,
+                ],
+                int,
+                int,
+            ]
+        ],
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues the matmuls that compute rows, and behind them the sums of the rows of each token. sizes: columns, choices of a token, experts, rows that there is room for. counts: the tokens of each rank. addresses: those of offsets and positions of the routing, of the weights in float32 or 0, and of out. rows: the addresses of rows that are there already, of each part. matmuls: as for a dispatch, but for out, each with the address and the leading dimension of its rows. Returns whether the stream is being captured.
+        """
+    def precede(self, stream: int) -> None:
+        """
+        Makes what is enqueued on the stream from now on wait for the last call, eager or of the capture that the stream is in.
+        """
+    @property
+    def slot_bytes(self) -> int: ...
+
 def async_input_mm(
     problem: MatmulProblem,
     addresses: collections.abc.Sequence[int],
@@ -1267,6 +1385,8 @@ MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
 MAX_STREAMING_CLUSTER: int
+MOST_CHOICES: int
+MOST_COMBINED_PARTS: int
 MOST_EXPERTS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int

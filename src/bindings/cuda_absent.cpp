@@ -6,6 +6,8 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/grouped_matmul.hpp"
+#include "agmm/row_combine.hpp"
+#include "agmm/row_dispatch.hpp"
 #include "ops/quantize.hpp"
 
 namespace agmm {
@@ -63,5 +65,23 @@ bool Collectives::operator()(Collective const&, Beside const&, void*) { refuse()
 void Collectives::precede(void*) { refuse(); }
 bool Collectives::operator()(Meeting const&, void*) { refuse(); }
 void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
+
+struct RowDispatcher::Impl {};
+RowDispatcher::RowDispatcher(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
+RowDispatcher::~RowDispatcher() = default;
+std::size_t RowDispatcher::slot_bytes() const { refuse(); }
+bool RowDispatcher::operator()(RowDispatch const&, std::vector<GroupedMatmul> const&, void*) {
+  refuse();
+}
+void RowDispatcher::precede(void*) { refuse(); }
+
+struct RowCombiner::Impl {};
+RowCombiner::RowCombiner(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
+RowCombiner::~RowCombiner() = default;
+std::size_t RowCombiner::slot_bytes() const { refuse(); }
+bool RowCombiner::operator()(RowCombine const&, std::vector<GroupedMatmul> const&, void*) {
+  refuse();
+}
+void RowCombiner::precede(void*) { refuse(); }
 
 }  // namespace agmm

@@ -6,6 +6,7 @@
 #include "gemm/grouped_entry.hpp"
 #include "ops/fields.hpp"
 #include "ops/launching.hpp"
+#include "ops/prepare_grouped.hpp"
 #include "ops/refuse.hpp"
 #include "ops/registry.hpp"
 #include "order/grouped_tiles.hpp"
@@ -101,7 +102,7 @@ AGMM_FIELDS(Launch, args, device);
 
 }  // namespace
 
-void grouped_matmul(GroupedMatmul const& given, void* stream) {
+PreparedGrouped prepare_grouped(GroupedMatmul const& given) {
   DeviceFacts const& device = kernels_device();
   GroupedEntry const& kernel = check(given, device);
   Launch launch{given, device.index};
@@ -122,7 +123,15 @@ void grouped_matmul(GroupedMatmul const& given, void* stream) {
     }
     return memory;
   });
-  check_cuda(static_cast<cudaError_t>(kernel.launch(params.get(), stream)), "kernel launch");
+  return {params, kernel.launch};
+}
+
+void PreparedGrouped::launch(void* stream) const {
+  check_cuda(static_cast<cudaError_t>(launcher(params.get(), stream)), "kernel launch");
+}
+
+void grouped_matmul(GroupedMatmul const& args, void* stream) {
+  prepare_grouped(args).launch(stream);
 }
 
 }  // namespace agmm

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 
 import collectives_stand_in
+import combine_stand_in
+import dispatch_stand_in
 import grouped_work
 import pytest
 import scatter_gpu_work
@@ -30,12 +32,18 @@ OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence", "early_sum")
 """Faults that the kernels of matmul + reduce-scatter have."""
 OF_COLLECTIVES = ("no_wait", "signal_first", "one_slot", "no_fence")
 """The faults that the kernels of the collectives have."""
+OF_DISPATCHES = ("no_wait", "signal_first", "one_slot")
+"""The faults of a dispatch of rows that one GPU shows."""
+OF_COMBINES = ("no_wait", "signal_first", "no_credit")
+"""The faults of the sums of rows that one GPU shows."""
 OF_GATHERS = ("no_fence", "signal_first", "no_wait", "no_sent", "no_credit")
 WAIT_S = "20"
 NEED_DELAYS = {
     "gathers": ("no_credit",),
     "scatters": ("no_fence", "no_credit", "early_sum"),
     "collectives": ("signal_first", "one_slot", "no_fence"),
+    "dispatches": ("signal_first", "one_slot"),
+    "combines": ("signal_first", "no_credit"),
 }
 """Faults that hardly ever show without AGMM_STRESS_DELAYS, on one GPU or at all."""
 
@@ -156,6 +164,41 @@ def test_one_gpu_finds_the_fault_of_a_collective(
         return collectives_stand_in.wrong_in_turn(4, min(batch, 100), calls, methods)[:1]
 
     _check(capsys, lambda: _search(run), "collectives on one GPU")
+
+
+@pytest.mark.skipif(
+    _core.fault not in OF_DISPATCHES,
+    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of "
+    f"{', '.join(OF_DISPATCHES)}",
+)
+@needs_delays("dispatches")
+@pytest.mark.timeout(SEARCH_S + 60)
+def test_one_gpu_finds_the_fault_of_a_dispatch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", dispatch_stand_in.LIMIT_S)
+
+    def run(batch: int, calls: int) -> list[str]:
+        return dispatch_stand_in.wrong(4, min(batch, 60), calls)[:1]
+
+    _check(capsys, lambda: _search(run), "dispatches on one GPU")
+
+
+@pytest.mark.skipif(
+    _core.fault not in OF_COMBINES,
+    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_COMBINES)}",
+)
+@needs_delays("combines")
+@pytest.mark.timeout(SEARCH_S + 60)
+def test_one_gpu_finds_the_fault_of_a_combine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", combine_stand_in.LIMIT_S)
+
+    def run(batch: int, calls: int) -> list[str]:
+        return combine_stand_in.wrong(4, min(batch, 60), calls)[:1]
+
+    _check(capsys, lambda: _search(run), "combines on one GPU")
 
 
 @needs_two

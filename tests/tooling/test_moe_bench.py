@@ -159,7 +159,7 @@ def test_explain_says_who_serves_and_what_moves() -> None:
     given = ["explain", "--op", "moe", "--model", "mixtral-8x7b", "--tokens", "2048", "--tp", "4"]
     result = agmm(*given, "--gpu", "h200")
     assert result.returncode == 0, result.stderr
-    for said in ("composed: all-gather", "8 experts of 14336", "2 experts on a rank", "44%"):
+    for said in ("agmm brings the rows", "8 experts of 14336", "2 experts on a rank", "44%"):
         assert said in result.stdout
     (found,) = json.loads(agmm(*given, "--gpu", "cpu", "--json").stdout)
     assert found["plan"] == "agmm, through shared memory"

@@ -12,7 +12,7 @@ from agmm.planning.problems import CPU, MOE, Problem
 from agmm.planning.shapes import MoEShape
 
 _FLOAT32_BYTES = 4
-"""The bytes of a partial sum, which is sent in float32."""
+"""The bytes of a partial sum, which CPU ranks send in float32."""
 
 
 def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanation:
@@ -32,14 +32,14 @@ def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanatio
     if gpu == CPU:
         plan, why = "agmm, through shared memory", "each expert's rows are one product"
     else:
-        plan = "composed: all-gather, grouped matmul, all-to-all of float32 sums"
-        why = "no kernel of this build moves rows that are grouped by expert"
+        plan = "agmm brings the rows, on Hopper beside the grouped matmul, and adds up the products"
+        why = "its kernels move what is grouped by expert where GPUs reach each other"
     rows = shape.tokens * shape.k
     spread = f"{rows // ranks} rows in the mean, {rows / shape.experts:.1f} an expert"
     notes = [
         f"{here} experts on a rank, with {spread}",
         f"without a capacity there is room for {rows} rows on each rank",
-        *_bytes(shape, dtype, ranks),
+        *_bytes(shape, dtype, ranks, on_gpu=gpu != CPU),
     ]
     alone = None
     if gpu != CPU:
@@ -53,18 +53,18 @@ def _itemsize(dtype: str) -> int:
     return _FLOAT32_BYTES if dtype == "float32" else _FLOAT32_BYTES // 2
 
 
-def _bytes(shape: MoEShape, dtype: str, ranks: int) -> list[str]:
+def _bytes(shape: MoEShape, dtype: str, ranks: int, *, on_gpu: bool) -> list[str]:
     """How much a rank gets, and how much of that its experts need."""
     if ranks == 1:
         return []
     others = shape.tokens * (ranks - 1) // ranks
     whole = others * shape.hidden * _itemsize(dtype)
     needed = 1 - (1 - 1 / ranks) ** shape.k
-    back = others * shape.hidden * _FLOAT32_BYTES
+    back = size(others * shape.hidden * _FLOAT32_BYTES) + " of sums"
+    if on_gpu:
+        back = size(others * shape.k // ranks * shape.hidden * _itemsize(dtype)) + " of products"
     share = f"its experts need about {needed:.0%} where choices are spread evenly"
-    return [
-        f"a rank gets {size(whole)} of tokens, of which {share}, and sends {size(back)} of sums"
-    ]
+    return [f"a rank gets {size(whole)} of tokens, of which {share}, and sends {back}"]
 
 
 def _alone_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> float:

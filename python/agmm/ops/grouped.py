@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
+from agmm.ops import grouped_dispatch
 from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, device_of
 from agmm.runtime import backends, groups
 from agmm.runtime.calls import Call
@@ -95,19 +96,21 @@ class GroupedCall(OpCall[Result]):
         return Route(KERNEL) if reason is None else Route(LIBRARY, reason)
 
     def why_not_fused(self) -> str | None:
-        """Why agmm itself cannot serve the call, or None."""
+        """Why agmm itself cannot serve the call, or None. Collective at first use."""
         if self.device.type == "cpu":
             return None
-        return (
-            f"experts: found device {self.device.type}, wanted cpu: no kernel of this build moves "
-            "rows that are grouped by expert"
-        )
+        return grouped_dispatch.why_not(self.group, self.device) or self.why_no_kernel()
+
+    def why_no_kernel(self) -> str | None:
+        """Why no kernel serves the call on a GPU, or None; the same on all ranks."""
+        return None
 
     def look(self, route: Route, words: Call) -> None:
         return None
 
     def prepare(self, route: Route) -> Ready:
-        return partial(self.compute, self._exchange(InSharedMemory, self.words()))
+        way = InSharedMemory if self.device.type == "cpu" else grouped_dispatch.ByKernels
+        return partial(self.compute, self._exchange(way, self.words()))
 
     def operands(self) -> tuple[Any, ...]:
         return ()

@@ -23,10 +23,12 @@ from agmm.ops.grouped_checks import (
     check_routing,
     check_weights_of_experts,
 )
+from agmm.ops.grouped_dispatch import Multiplied, dispatched, why_not_dispatched
 from agmm.ops.grouped_products import products, rows_at
-from agmm.ops.pipeline import Route, serve
+from agmm.ops.pipeline import Ready, Route, serve
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
+from agmm.runtime.cuda_dispatch import RowsOfExperts
 from agmm.runtime.epilogues import Epilogue, named
 from agmm.runtime.token_exchange import Exchange
 
@@ -111,6 +113,28 @@ class GroupedGather(GroupedCall[Found]):
 
     def sent_columns(self) -> int:
         return self._call.x.shape[1]
+
+    def why_no_kernel(self) -> str | None:
+        call = self._call
+        experts, capacity = call.offsets.shape[0] - 1, call.tokens.shape[0]
+        return why_not_dispatched(call.x, self.counts, call.positions, experts, capacity)
+
+    def prepare(self, route: Route) -> Ready:
+        if self.device.type == "cpu" or self.group.size() == 1:
+            return super().prepare(route)
+        return self._dispatched
+
+    def _dispatched(self) -> Found:
+        call = self._call
+        gathered, outs = dispatched(
+            self.group,
+            self.counts,
+            call.x.detach(),
+            RowsOfExperts(call.tokens, call.offsets, call.positions),
+            Multiplied(call.weights, call.biases, call.epilogue),
+            gathers=call.return_gathered,
+        )
+        return call.x.new_empty(0) if gathered is None else gathered, outs
 
     def look(self, route: Route, words: Call) -> None:
         if nan_check.active:

@@ -4,7 +4,7 @@ the device, so a call can be captured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,6 +99,47 @@ def _takes_rows(rows: torch.Tensor) -> bool:
     return is_row_major and by_row % _core.ALIGNMENT == 0 and rows.data_ptr() % TMA_ALIGNMENT == 0
 
 
+class Described(NamedTuple):
+    """A call of the kernel but for its rows, and its result."""
+
+    arguments: tuple[Any, ...]
+    """The kernel, dtype, layout, activation, sizes, weights and the address of the result, as the
+    core takes them."""
+    out: torch.Tensor
+    held: list[torch.Tensor]
+    """The tensors that the call reads and nobody else may hold."""
+
+
+def described(
+    config: _core.KernelConfig,
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    epilogue: Epilogue | None,
+    *,
+    has_out: bool = True,
+) -> Described:
+    """The call of the kernel that `config_of` found for the operands.
+
+    Args:
+        has_out: False where the result has a place elsewhere; then `Described.out` is empty.
+    """
+    experts, k, n = weights[0].shape
+    held: list[torch.Tensor] = []
+    given, column_major = [], False
+    for weight, bias in zip(weights, biases, strict=True):
+        layout = _layout(weight)
+        assert layout is not None
+        column_major = layout.column_major
+        address = bias_pointer(bias, held)
+        given.append((weight.data_ptr(), layout.leading, layout.expert_stride, address))
+    out = rows.new_empty(rows.shape[0] if has_out else 0, n)
+    activation = "" if epilogue is None else epilogue.activation
+    sizes = (rows.shape[0], n, k, experts)
+    arguments = config, _DTYPES[rows.dtype], column_major, activation, sizes, given, out.data_ptr()
+    return Described(arguments, out, held)
+
+
 def run(
     config: _core.KernelConfig,
     rows: torch.Tensor,
@@ -119,28 +160,20 @@ def run(
         sm_count: the most CTAs of the launch; 0 for all that there is room for.
         arrival: None where all rows are there.
     """
-    experts, k, n = weights[0].shape
-    held = [offsets.to(torch.int32).contiguous()]
-    given, column_major = [], False
-    for weight, bias in zip(weights, biases, strict=True):
-        layout = _layout(weight)
-        assert layout is not None
-        column_major = layout.column_major
-        address = bias_pointer(bias, held)
-        given.append((weight.data_ptr(), layout.leading, layout.expert_stride, address))
-    out = rows.new_empty(rows.shape[0], n)
+    call, ends = described(config, rows, weights, biases, epilogue), _int32(offsets)
+    config, dtype, column_major, activation, sizes, given, address = call.arguments
     with torch.cuda.device(rows.device):
         _core.grouped_matmul(
             config,
-            _DTYPES[rows.dtype],
+            dtype,
             column_major,
-            "" if epilogue is None else epilogue.activation,
-            (rows.shape[0], n, k, experts),
+            activation,
+            sizes,
             rows.data_ptr(),
             rows.stride(0),
-            held[0].data_ptr(),
+            ends.data_ptr(),
             given,
-            out.data_ptr(),
+            address,
             sm_count,
             stream_of(rows.device),
             None
@@ -153,7 +186,22 @@ def run(
                 arrival.rank,
             ),
         )
-    return out
+    return call.out
+
+
+def _int32(offsets: torch.Tensor) -> torch.Tensor:
+    return offsets.to(torch.int32).contiguous()
+
+
+def gated_config(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], epilogue: Epilogue | None
+) -> _core.KernelConfig | None:
+    """The kernel that computes both products of a gate and what it makes of them, or None."""
+    if epilogue is None or not epilogue.is_gated or epilogue.saves_products:
+        return None
+    if weights[0].shape != weights[1].shape:
+        return None
+    return config_of(rows, weights, epilogue)
 
 
 def gated(
@@ -164,9 +212,5 @@ def gated(
     epilogue: Epilogue | None,
 ) -> torch.Tensor | None:
     """What a gate makes of the products of two weights, or None where no kernel computes both."""
-    if epilogue is None or not epilogue.is_gated or epilogue.saves_products:
-        return None
-    if weights[0].shape != weights[1].shape:
-        return None
-    config = config_of(rows, weights, epilogue)
+    config = gated_config(rows, weights, epilogue)
     return None if config is None else run(config, rows, weights, biases, offsets, epilogue)

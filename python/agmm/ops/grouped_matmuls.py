@@ -150,8 +150,9 @@ def all_gather_grouped_matmul(
     backward of x is `grouped_matmul_reduce_scatter`. Under autocast x, weights and bias are cast as
     ``torch.nn.functional.linear`` casts them. ``torch.compile`` traces it.
 
-    On CUDA no kernel has it yet: the tokens are gathered by the group's backend and multiplied by
-    torch's grouped matmul, with one warning.
+    On CUDA each rank brings itself the tokens that its experts want, and on Hopper the matmul takes
+    them as they come. Where the GPUs do not reach each other the group's backend gathers all
+    tokens, with one warning.
 
     Args:
         x: [T_local, K], this rank's tokens: bfloat16, float16, float32 or float64.
@@ -280,8 +281,9 @@ def grouped_matmul_reduce_scatter(
     autocast y, weights and bias are cast as ``torch.nn.functional.linear`` casts them.
     ``torch.compile`` traces it.
 
-    On CUDA no kernel has it yet: torch's grouped matmul, whose products are rounded, and an
-    all-to-all of the group's backend take its place, with one warning.
+    On CUDA products are rounded before they are weighted, and the rank that holds a token reads
+    them from where the others have left them. Where the GPUs do not reach each other, and for
+    float64, an all-to-all of the group's backend brings the sums, with one warning.
 
     Args:
         y: [capacity, K], rows in the order of the routing, as `all_gather_grouped_matmul` returns

@@ -59,7 +59,7 @@ def products(
         if gated is not None:
             return [gated]
         found = [
-            _on_gpu(rows, weight, bias, offsets)
+            product_on_gpu(rows, weight, bias, offsets)
             for weight, bias in zip(weights, biases, strict=True)
         ]
         return found if epilogue is None else epilogue.composed(found)
@@ -90,9 +90,9 @@ def wide_sums(
     zeros behind the last expert's rows. On a GPU each product is rounded to the rows' dtype."""
     wide = sum_dtype(rows[0].dtype)
     if rows[0].device.type != "cpu":
-        total = _on_gpu(rows[0], weights[0], bias, offsets).to(wide)
+        total = product_on_gpu(rows[0], weights[0], bias, offsets).to(wide)
         for one, weight in zip(rows[1:], weights[1:], strict=True):
-            total.add_(_on_gpu(one, weight, None, offsets))
+            total.add_(product_on_gpu(one, weight, None, offsets))
         return total
     total = rows[0].new_zeros(rows[0].shape[0], weights[0].shape[2], dtype=wide)
     for expert, segment in _segments(offsets):
@@ -104,7 +104,7 @@ def wide_sums(
     return total
 
 
-def _on_gpu(
+def product_on_gpu(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor
 ) -> torch.Tensor:
     """The products of each expert's rows, by the kernel if there is one for the operands."""

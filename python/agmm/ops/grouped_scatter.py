@@ -25,11 +25,13 @@ from agmm.ops.grouped_checks import (
     check_routing,
     check_weights_of_experts,
 )
+from agmm.ops.grouped_dispatch import combined, why_not_combined
 from agmm.ops.grouped_gather import check_total
 from agmm.ops.grouped_products import wide_sums
-from agmm.ops.pipeline import Route, serve
+from agmm.ops.pipeline import Ready, Route, serve
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
+from agmm.runtime.cuda_dispatch import RowsOfExperts
 from agmm.runtime.token_exchange import Exchange
 
 
@@ -132,6 +134,30 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
             rank = groups.of(self.group).rank
             nan_check.look_through(words.op, "topk_weights", router, rank)
 
+    def why_no_kernel(self) -> str | None:
+        call = self._call
+        experts, columns = call.weights[0].shape[0], call.weights[0].shape[2]
+        return why_not_combined(call.ys, columns, self.counts, call.positions, experts)
+
+    def prepare(self, route: Route) -> Ready:
+        if self.device.type == "cpu" or self.group.size() == 1:
+            return super().prepare(route)
+        return self._combined
+
+    def _combined(self) -> torch.Tensor:
+        call = self._call
+        router = None if call.topk_weights is None else call.topk_weights.detach()
+        return combined(
+            self.group,
+            self.counts,
+            call.ys,
+            call.weights,
+            call.bias,
+            RowsOfExperts(call.tokens, call.offsets, call.positions),
+            router,
+            held_by_this_rank(call),
+        )
+
     def sent_columns(self) -> int:
         return self._call.weights[0].shape[2]
 
@@ -141,13 +167,13 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
         if call.topk_weights is not None:
             router = exchange.gather(call.topk_weights.detach())
         sums = wide_sums(call.ys, call.weights, call.bias, call.offsets)
-        partials = combined(sums, call.positions, router)
+        partials = by_token(sums, call.positions, router)
         if nan_check.active:
             nan_check.look_through(self.op, "y @ weights", partials, exchange.rank)
         return exchange.scatter(partials).to(call.ys[0].dtype)
 
 
-def combined(
+def by_token(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """For each token the weighted sum of its rows on this rank, choice by choice.

@@ -200,6 +200,8 @@ def release(
             workspaces.portable_gathers(found, on),
             workspaces.portable_scatters(found, on),
             workspaces.collectives_workspace(found, on),
+            workspaces.dispatch_workspace(found, on),
+            workspaces.combine_workspace(found, on),
         )
         for workspace in of_group:  # before any is released
             workspace.check_no_graphs()

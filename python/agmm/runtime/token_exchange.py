@@ -90,15 +90,19 @@ class ByBackend(Exchange):
         if len(shard) < most:
             padded = shard.new_zeros(most, *shard.shape[1:])
             padded[: len(shard)] = shard
-        with nan_check.done():
-            name = self.group.group_name
-            found = collectives.start_all_gather(padded, name, 0, call=self.call)()
+        found = self._gathered(padded)
         if min(self.counts) == most:
             return found
         rows, out = found.view(len(self.counts), most, *shard.shape[1:]), self._room(shard)
         for count, part, target in zip(self.counts, rows, out.split(self.counts), strict=True):
             target.copy_(part[:count])
         return out
+
+    def _gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks, which have one size."""
+        with nan_check.done():
+            name = self.group.group_name
+            return collectives.start_all_gather(shard, name, 0, call=self.call)()
 
     def _scatter(self, partials: torch.Tensor) -> torch.Tensor:
         with nan_check.done():

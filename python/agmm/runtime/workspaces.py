@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agmm.runtime.cpu import CpuWorkspace
     from agmm.runtime.cuda import CudaWorkspace
     from agmm.runtime.cuda_collectives import CollectivesWorkspace
+    from agmm.runtime.cuda_dispatch import CombineWorkspace, DispatchWorkspace
     from agmm.runtime.cuda_scatter import ScatterWorkspace
     from agmm.runtime.portable import PortableGather, PortableScatter
 
@@ -44,6 +45,10 @@ _portable_scatters: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Porta
 _portable_scatters = weakref.WeakKeyDictionary()
 _collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CollectivesWorkspace]]
 _collectives = weakref.WeakKeyDictionary()
+_dispatches: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DispatchWorkspace]]
+_dispatches = weakref.WeakKeyDictionary()
+_combines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CombineWorkspace]]
+_combines = weakref.WeakKeyDictionary()
 
 
 def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
@@ -171,6 +176,20 @@ def collectives_workspace(group: dist.ProcessGroup, device: torch.device) -> Col
 
         workspace = _kept(_collectives, CollectivesWorkspace, group, device)
     return workspace
+
+
+def dispatch_workspace(group: dist.ProcessGroup, device: torch.device) -> DispatchWorkspace:
+    """The workspace of ``group`` on ``device`` for the rows of mixtures of experts."""
+    from agmm.runtime.cuda_dispatch import DispatchWorkspace
+
+    return _kept(_dispatches, DispatchWorkspace, group, device)
+
+
+def combine_workspace(group: dist.ProcessGroup, device: torch.device) -> CombineWorkspace:
+    """The workspace of ``group`` on ``device`` for the sums of mixtures of experts."""
+    from agmm.runtime.cuda_dispatch import CombineWorkspace
+
+    return _kept(_combines, CombineWorkspace, group, device)
 
 
 def gather_copies(group: dist.ProcessGroup, device: torch.device) -> GatherCopies:

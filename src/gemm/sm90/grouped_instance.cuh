@@ -100,6 +100,8 @@ struct GroupedInstance {
     params.out_columns = args.out_columns;
     params.k_tiles = ceil_div(args.k, TileK);
     params.activation = args.activation;
+    params.starts_early = args.starts_early;
+    params.clears_rest = args.clears_rest;
     // CTAs without a tile help to clear the rows behind the last expert's.
     params.clusters = max_of(1, args.sm_count / ClusterN);
     if (!describe_operands(params, args)) return "the driver refused a TMA descriptor";
@@ -114,16 +116,25 @@ struct GroupedInstance {
 
   static int launch(void* memory, void* stream) {
     Params const& params = *static_cast<Params const*>(memory);
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {unsigned(ClusterN), 1, 1};
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (ClusterN > 1) {
+      cudaLaunchAttribute& cluster = attributes[count++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {unsigned(ClusterN), 1, 1};
+    }
+    if (params.starts_early) {
+      cudaLaunchAttribute& early = attributes[count++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(params.ctas()));
     config.blockDim = dim3(Kernel::kThreads);
     config.dynamicSmemBytes = sizeof(typename Kernel::Shared);
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &cluster;
-    config.numAttrs = ClusterN == 1 ? 0 : 1;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(grouped_kernel<Kernel>),
                                &memory);
   }

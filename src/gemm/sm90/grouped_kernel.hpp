@@ -17,6 +17,12 @@
 // (GroupedOrder::rows_of_expert), so that wrong ones reach no memory beyond out, and all warps of a
 // cluster see the same blocks: they read the same words, which no kernel writes meanwhile.
 //
+// Early start (GroupedMatmul::starts_early). The kernel ahead in the stream, an ordinary launch,
+// lets this one start when all its CTAs run, so that neither keeps the other from its
+// multiprocessors. All that this one reads is older than the kernel ahead, but for the rows, whose
+// counts it waits for; what it writes the kernel ahead does not touch. Its end waits for the end of
+// that one, so that what follows in the stream comes behind both.
+//
 // Rows on their way (RowArrival). Before the first load of a tile, warp 0 waits until all rows of
 // the tile have come: each lane acquires the counts of some sources, the warp's barrier carries
 // that to the lane that loads, whose proxy fence orders its loads behind it (sync/device_wait.hpp).
@@ -158,6 +164,8 @@ struct GroupedKernel {
     int32_t out_columns = 0;
     int32_t k_tiles = 0;
     int32_t clusters = 0;
+    bool starts_early = false;
+    bool clears_rest = true;
     Activation activation = Activation::Relu;
 
     int32_t ctas() const { return clusters * kClusterN; }
@@ -463,7 +471,8 @@ struct GroupedKernel {
       if constexpr (kGroups > 1) stage.skip((kGroups - 1) * params.k_tiles);
       store(params, shared, block, warpgroup, part, buffer, sums);
     }
-    clear_rest(params);
+    if (params.clears_rest) clear_rest(params);
+    if (params.starts_early) wait_for_previous_kernel();
   }
 
   CUTLASS_DEVICE static void sync_warpgroup(int32_t warpgroup) {

@@ -10,12 +10,14 @@
 #include <new>
 #include <thread>
 
+#include "collectives/row_combine.hpp"
 #include "gemm/grouped_entry.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "sync/signals.hpp"
+#include "transport/row_dispatch.hpp"
 #include "transport/stage.hpp"
 
 namespace fake {
@@ -420,6 +422,22 @@ std::size_t const kGroupedCount = 0;
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
+}
+
+cudaError_t prepare_combine() { return cudaSuccess; }
+cudaError_t launch_open(CombineArgs const&, int, cudaStream_t stream) {
+  return fake::enqueue("open", stream);
+}
+cudaError_t launch_combine(CombineArgs const&, CollectiveElement, int, cudaStream_t stream) {
+  return fake::enqueue("combine", stream);
+}
+
+cudaError_t prepare_dispatch() { return cudaSuccess; }
+cudaError_t launch_offer(DispatchArgs const&, int, cudaStream_t stream) {
+  return fake::enqueue("offer", stream);
+}
+cudaError_t launch_dispatch(DispatchArgs const&, int, bool, cudaStream_t stream) {
+  return fake::enqueue("dispatch", stream);
 }
 
 cudaError_t prepare_exchanges(int) { return cudaSuccess; }
