@@ -6,6 +6,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/grouped_matmul.hpp"
+#include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
 
 namespace agmm {
@@ -25,6 +26,8 @@ void load_quantizers() { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
 void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }
+void load_ordered_sums() { refuse(); }
+void ordered_sum(OrderedSum const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }

@@ -13,7 +13,7 @@ import torch
 from slot_threads import Slots, Threads, is_found, run, values
 
 from agmm.ops import portable as ready
-from agmm.runtime import portable
+from agmm.runtime import portable, rank_sums
 from agmm.runtime.scaled import Scaled
 
 SHAPES = [(1, 1), (5, 3), (8, 16), (33, 7)]
@@ -243,8 +243,21 @@ def test_a_sum_is_rounded_once() -> None:
     come[0] = 256
     for bias in (None, torch.ones(1, dtype=torch.bfloat16)):
         out = torch.empty(1, 1, dtype=torch.bfloat16)
-        ready.Total(bias=bias)(come, out)
+        rank_sums.Total(bias=bias)(come, out)
         assert float(out) == 264.0
+
+
+def test_a_sum_is_made_in_the_order_of_the_ranks() -> None:
+    """The sum of these three has other bits in any other order."""
+    come = torch.tensor([1e8, 1.0, -1e8]).view(3, 1, 1)
+    for order, wanted in (((0, 1, 2), 0.0), ((0, 2, 1), 1.0), ((1, 0, 2), 0.0), ((2, 0, 1), 1.0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.empty(1, 1, dtype=dtype)
+            rank_sums.Total()(come[list(order)].to(dtype), out)
+            assert float(out) == wanted
+    out = torch.empty(1, 1)
+    rank_sums.Total()(torch.full((2, 1, 1), -0.0), out)
+    assert torch.signbit(out).all()
 
 
 def test_a_product_that_fails_leaves_no_copy_behind() -> None:

@@ -16,8 +16,9 @@ from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
 from agmm.planning.legality import PORTABLE_ROWS
 from agmm.runtime import capabilities, portable, symmetric
 from agmm.runtime.portable import PortableGather, PortableScatter
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.scaled import FP8, Scaled, rounded_into
+from agmm.runtime.scaled import Scaled
 
 
 def why_not(call: OpCall[Any]) -> str | None:
@@ -141,35 +142,6 @@ def _gathered(
     A, scales = (*(whole.flatten(0, 1) for whole in wholes), None)[:2]
     assert A is not None
     return A, scales
-
-
-class Total(NamedTuple):
-    """What becomes of the products of all ranks for one of them."""
-
-    divisor: int = 1
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    """Rows of the result's shape."""
-    result_scale: torch.Tensor | None = None
-
-    def __call__(self, come: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the sum of ``come`` [world_size, rows, N] to ``out``, rounded once. It is added up
-        in float32 (float64 for float64), in an order that depends on the sizes alone."""
-        is_as_it_is = self.divisor == 1 and self.bias is None and self.residual is None
-        if is_as_it_is and out.dtype == come.dtype:
-            torch.sum(come, dim=0, out=out)
-            return
-        wide = torch.float64 if come.dtype == torch.float64 else torch.float32
-        total = torch.sum(come, dim=0, dtype=wide)
-        if self.divisor != 1:
-            total.div_(self.divisor)
-        for summand in (self.bias, self.residual):
-            if summand is not None:
-                total.add_(summand)
-        if out.dtype in FP8:
-            rounded_into(out, total, self.result_scale)
-        else:
-            out.copy_(total)
 
 
 class ReadyScatter(NamedTuple):

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from agmm import _core
 from agmm.errors import Unsupported
 from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
@@ -262,6 +263,7 @@ class _PortableWorkspace(CopyWorkspace):
         self._turn = 0
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
+        _core.load_ordered_sums()  # loading them in a call waits for the GPU
         return _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
 
     @contextmanager
