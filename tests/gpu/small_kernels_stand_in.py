@@ -1,5 +1,5 @@
-"""What collectives, quantisers and sums compute on one GPU, with no kernel of torch's beside them: where
-the driver is told to compile PTX (CUDA_FORCE_PTX_JIT), torch has none that it could load.
+"""What collectives, quantisers and sums compute on one GPU, with no kernel of torch's beside them:
+where the driver is told to compile PTX (CUDA_FORCE_PTX_JIT), torch has none that it could load.
 
 As a program it saves the results in a file, or compares them with those of a file that is there:
     python small_kernels_stand_in.py FILE

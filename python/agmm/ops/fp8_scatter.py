@@ -17,7 +17,7 @@ from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.rank_sums import Total
 from agmm.runtime.scaled import ScaledProducts
-from agmm.runtime.workspaces import cpu_workspace, portable_scatters
+from agmm.runtime.workspaces import cpu_workspace
 
 
 class Fp8Scatter(Fp8Sum, ScatterCall):
@@ -123,7 +123,7 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
             None if self.is_bias_of_each else given.bias,
             result_scale=given.result_scale,
         )
-        workspace = portable_scatters(self.group, self.device)
+        workspace = portable.scatters(self.group, self.device, self.words())
         portable.scattered(workspace, out, sent_dtype, product, total, str(self.words()))
         return self.in_shape(out)
 

@@ -10,15 +10,48 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from agmm import _core
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
 from agmm.planning.legality import PORTABLE_ROWS
-from agmm.runtime import capabilities, portable, symmetric
-from agmm.runtime.portable import PortableGather, PortableScatter
+from agmm.runtime import capabilities, cuda_hosts, groups, portable, symmetric, workspaces
+from agmm.runtime.calls import Call
+from agmm.runtime.cuda_hosts import CudaHosts
+from agmm.runtime.cuda_portable import PortableGather, PortableScatter
+from agmm.runtime.hosts import CpuHosts
 from agmm.runtime.rank_sums import Total
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import Scaled
+
+Gathers = PortableGather | CudaHosts | CpuHosts
+"""What gathers pieces beside products."""
+Scatters = PortableScatter | CudaHosts | CpuHosts
+"""What scatters products beside later ones."""
+
+
+def gathers(group: dist.ProcessGroup, device: torch.device, call: Call) -> Gathers:
+    """What gathers for a call of the group. Collective at first use.
+
+    Raises:
+        Unsupported: the ranks share no memory, and have no backend that takes their messages; all
+            ranks raise.
+    """
+    return _between_hosts(group, device, call) or workspaces.portable_gathers(group, device)
+
+
+def scatters(group: dist.ProcessGroup, device: torch.device, call: Call) -> Scatters:
+    """What scatters for a call of the group. Collective and raises as `gathers`."""
+    return _between_hosts(group, device, call) or workspaces.portable_scatters(group, device)
+
+
+def _between_hosts(
+    group: dist.ProcessGroup, device: torch.device, call: Call
+) -> CudaHosts | CpuHosts | None:
+    """What serves ranks that do not all share memory, or None."""
+    if device.type == "cpu":
+        return CpuHosts(group, call)
+    return cuda_hosts.of(group, device) if cuda_hosts.why_apart(group, device) else None
 
 
 def why_not(call: OpCall[Any]) -> str | None:
@@ -29,9 +62,10 @@ def why_not(call: OpCall[Any]) -> str | None:
         return f"device: found {device}, wanted cuda or cpu"
     if size == 1:
         return "group: 1 rank, which has nothing to send"
-    if size > _core.MAX_COLLECTIVE_RANKS:
-        most = _core.MAX_COLLECTIVE_RANKS
-        return f"group: {size} ranks, the portable path wants at most {most}"
+    hosts, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
+    largest = max(map(hosts.count, hosts))
+    if largest > most:
+        return f"group: {largest} ranks on a host, the portable path wants at most {most}"
     return symmetric.why_group_unfused(call.group, device, capabilities.COLLECTIVES)
 
 
@@ -59,13 +93,15 @@ def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
     reason = symmetric.why_group_unfused(call.group, call.device)
     if reason is None or why_not(call) is not None:
         return None
+    if cuda_hosts.why_apart(call.group, call.device) is not None:
+        return None  # messages have to be asked for, until a GPU has shown what they gain
     return Route(PORTABLE, reason, lasts=lasts)
 
 
 class ReadyGather(NamedTuple):
     """An all-gather + matmul for any tensors of one kind."""
 
-    workspace: PortableGather
+    workspace: Gathers
     pieces: int
     return_A: bool
     words: str
@@ -97,7 +133,7 @@ class ReadyGather(NamedTuple):
 class ReadyScaledGather(NamedTuple):
     """An all-gather + matmul of one shard with its scales."""
 
-    workspace: PortableGather
+    workspace: Gathers
     pieces: int
     return_A: bool
     words: str
@@ -147,7 +183,7 @@ def _gathered(
 class ReadyScatter(NamedTuple):
     """A matmul + reduce-scatter for any tensors of one kind."""
 
-    workspace: PortableScatter
+    workspace: Scatters
     dim: int
     divisor: int
     words: str
@@ -183,7 +219,7 @@ class ReadyScatter(NamedTuple):
 
 
 def scattered(
-    workspace: PortableScatter,
+    workspace: Scatters,
     out: torch.Tensor,
     sent_dtype: torch.dtype,
     product: Callable[[int, torch.Tensor], None],
@@ -196,9 +232,9 @@ def scattered(
         sent_dtype: of the products.
         product: writes the product for a rank, the first argument, to the second.
     """
-    sent = out.new_empty(workspace.world_size - 1, *out.shape, dtype=sent_dtype)
+    like = out.new_empty(1, 1, dtype=sent_dtype).expand(out.shape)
     workspace.scatter(
-        *(sent, product, lambda come: total(come, out)),
+        *(like, product, lambda come: total(come, out)),
         what=f", divided by {total.divisor}",
         words=words,
     )
