@@ -286,7 +286,7 @@ class GatherCall(OpCall[Gathered]):
         """The route of a call that was asked to take the portable path."""
         if self.device.type == "cpu":  # whose backend is that path
             reason, plan = self.why_not_fused(), self.settings.plan
-            found = Route(PORTABLE, plan=plan, lasts=not self.by_pieces)
+            found = Route(PORTABLE, plan=plan, lasts=self.lasts() and not self.by_pieces)
             return Route(LIBRARY, reason) if reason else found
         return portable.route(self, self.why_not_by_copies(), lasts=self.lasts_by_copies())
 
