@@ -13,6 +13,7 @@ from agmm import _core
 from agmm.errors import Unsupported
 from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
+from agmm.runtime.group_topology import topology_of
 from agmm.runtime.portable import (
     HALVES,
     Beside,
@@ -23,6 +24,7 @@ from agmm.runtime.portable import (
     scatter,
     sent_bytes,
 )
+from agmm.runtime.rings import ring_of
 
 
 class _CopyStream:
@@ -69,10 +71,18 @@ class _PortableWorkspace(CopyWorkspace):
         super().__init__(group, device)
         self._collectives = collectives
         self._turn = 0
+        self._ring: Sequence[int] = range(self.world_size)
+
+    def _know_group(self) -> None:
+        links = topology_of(self.group, self.device).links
+        if links:
+            self._ring = ring_of(links)
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
         _core.load_ordered_sums()  # loading them in a call waits for the GPU
-        return _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
+        slots = _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
+        slots.ring = self._ring
+        return slots
 
     def make_room(self, nbytes: int) -> None:
         """Make slots of at least that size. Collective.

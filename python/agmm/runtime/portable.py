@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from agmm.runtime import rings
 from agmm.runtime.copies import Slots
 
 PIECE_ROWS = 1024
@@ -116,7 +117,7 @@ def gather(
         place.copy_(own)
     slots.barrier()
     beside.fork()
-    others = _others(slots)
+    others = rings.others(slots.ring, rank)
 
     def copies_of(source: int) -> list[tuple[int, slice, Any]]:
         """The pieces of a rank, with the marks of their copies."""
@@ -181,7 +182,7 @@ def scatter(
 
     if is_captured:
         slots.barrier()
-    for owner, part in zip(_others(slots), sent, strict=True):
+    for owner, part in zip(rings.others(slots.ring, rank), sent, strict=True):
         product(owner, part)
         beside.fork()
         beside.run([(places(owner)[rank], part)])
@@ -209,8 +210,3 @@ def _places(slot: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Ten
         found.append(place.view(part.dtype).view(part.shape))
         begin += _aligned_bytes(part)
     return found
-
-
-def _others(slots: Slots) -> list[int]:
-    """The other ranks from the next one on, so that no two ranks use a third's links at a time."""
-    return [(slots.rank + i) % slots.world_size for i in range(1, slots.world_size)]
