@@ -16,16 +16,8 @@ from rich.console import Console
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.explanations import FEW, Explanation
 from agmm.errors import InvalidArgument
-from agmm.planning import (
-    built_kernels,
-    card_rates,
-    collectives,
-    cost_model,
-    formats,
-    gpu_constants,
-    legality,
-    tables,
-)
+from agmm.planning import built_kernels, card_rates, cost_model, formats, legality, tables
+from agmm.planning.cost_model import collectives, gpu_constants
 from agmm.planning.cost_model.cards import DriverFacts, of_facts
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.op_plans import Choice

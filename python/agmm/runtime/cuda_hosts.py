@@ -56,7 +56,7 @@ def of(group: dist.ProcessGroup, device: torch.device) -> CudaHosts:
     return by_device[device.index]
 
 
-class _Messages:
+class Messages:
     """The messages of one call. A batch is one group of NCCL's, on a stream beside the current one:
     it comes behind what the current stream holds when it is begun."""
 
@@ -192,7 +192,7 @@ class CudaHosts:
         nbytes: int,
         agreed: str,
         words: str,
-    ) -> Iterator[tuple[spanning.Place, _Messages, spanning.Inside]]:
+    ) -> Iterator[tuple[spanning.Place, Messages, spanning.Inside]]:
         """Enclose a call, which is enqueued on the current stream meanwhile.
 
         Args:
@@ -210,7 +210,7 @@ class CudaHosts:
             if agreed not in self._agreed:
                 self._meet(workspace, nbytes, agreed)
             is_captured = torch.cuda.is_current_stream_capturing()
-            messages = _Messages(self._group(), self._background.of_capture())
+            messages = Messages(self._group(), self._background.of_capture())
             inside: spanning.Inside = spanning.Apart()
             if self.local is not None:
                 inside = _Inside(

@@ -3,9 +3,11 @@ a thread looks at the calls that are enqueued, and ends the process where one ta
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from agmm import _core, _env
@@ -27,6 +29,18 @@ class _Call(NamedTuple):
     done: Event
     rank: str
     words: str
+
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED, as cuda.h has it."""
+
+
+def _leave_captures_alone() -> None:
+    """Let this thread ask about events while another one captures a graph, which forbids that to
+    all threads otherwise, and would end with an error."""
+    with suppress(OSError):  # without a driver there are no captures
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 class Watch:
@@ -55,6 +69,7 @@ class Watch:
                 threading.Thread(target=self._watch, name="agmm messages", daemon=True).start()
 
     def _watch(self) -> None:
+        _leave_captures_alone()
         limit_s, since, first = _env.timeout_s(), 0.0, None
         while True:
             with self._lock:
