@@ -55,11 +55,11 @@ def test_what_comes_is_multiplied_while_the_rest_is_on_its_way(
 @pytest.mark.parametrize("kind", ["late", "killed"])
 @pytest.mark.parametrize("op", ["gather", "scatter"])
 def test_ends_with_a_message(kind: str, op: str) -> None:
-    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "3"}) as pool:
+    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "2"}) as pool:
         begin = time.monotonic()
         with pytest.raises(RankError) as failure:
             pool.run(work.missing, "ab", op, kind)
         assert time.monotonic() - begin < 90
         stderr = pool.stderr(0)
     assert failure.value.exit_codes.get(0) == 124, (failure.value, stderr)
-    assert "waited 3 s for messages of other ranks" in stderr, stderr
+    assert "waited 2 s for messages of other ranks" in stderr, stderr

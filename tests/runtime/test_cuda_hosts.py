@@ -39,10 +39,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[Facts], cuda_hosts.CudaHo
         known = mock.Mock(wraps=facts, rank=0, world_size=facts.world_size, lock=facts.lock)
         known.hosts = lambda: list(facts.hosts)
         known.exchange = facts.exchange
-        monkeypatch.setattr(cuda_hosts.groups, "of", lambda _: known)
+        monkeypatch.setattr("agmm.runtime.groups.of", lambda _: known)
         dist = mock.Mock(get_backend_config=lambda _: facts.backend, get_backend=lambda _: "gloo")
         monkeypatch.setattr(cuda_hosts, "dist", dist)
-        monkeypatch.setattr(cuda_hosts.torch, "zeros", lambda *_, **__: None)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
         near = [rank for rank, host in enumerate(facts.hosts) if host == facts.hosts[0]]
         local = mock.Mock() if len(near) > 1 else None
         monkeypatch.setattr(hosts_module, "local_group", lambda *_: (local, near))
@@ -93,7 +93,12 @@ def test_a_batch_is_one_group_of_messages_behind_what_was_computed(
     work = mock.Mock(wait=lambda: told.append("work awaited"))
     dist = mock.Mock()
     dist.P2POp.side_effect = lambda way, data, group, group_peer: (way, data, group_peer)
-    dist.batch_isend_irecv.side_effect = lambda batch: (told.append(batch), [work])[1]
+
+    def begun(batch: Any) -> list[Any]:
+        told.append(batch)
+        return [work]
+
+    dist.batch_isend_irecv.side_effect = begun
     monkeypatch.setattr(cuda_hosts, "dist", dist)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())

@@ -23,6 +23,8 @@ from agmm.runtime.rank_sums import Total
 from agmm.runtime.spanning import Message
 from agmm.runtime.workspaces import collectives_workspace, portable_gathers, portable_scatters
 
+_CAPTURED = "workspace: found the group's first call during CUDA graph capture, wanted one before"
+
 _why_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
 _why_apart = weakref.WeakKeyDictionary()
 
@@ -34,9 +36,11 @@ def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
     found = by_device.get(device.index)
     if found is None:
         with groups.of(group).lock:
-            found = ""
+            found, workspace = "", collectives_workspace(group, device)
+            if not workspace.is_ready and torch.cuda.is_current_stream_capturing():
+                return _CAPTURED  # which later calls are not told
             try:
-                collectives_workspace(group, device).ensure(SLOT_BYTES)
+                workspace.ensure(SLOT_BYTES)
             except Unsupported as error:
                 found = str(error)
             by_device[device.index] = found
@@ -51,6 +55,8 @@ def of(group: dist.ProcessGroup, device: torch.device) -> CudaHosts:
     """What serves the group on a device. Collective at first use, and raises as `CudaHosts`."""
     by_device = _found.setdefault(group, {})
     if device.index not in by_device:
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported(_CAPTURED)
         with groups.of(group).lock:
             by_device[device.index] = CudaHosts(group, device)
     return by_device[device.index]
@@ -63,6 +69,8 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
         self._group, self._stream = group, stream
         self._current = torch.cuda.current_stream(stream.device)
+        self._sent: list[torch.Tensor] = []
+        """What is sent: memory that is given back goes to later work of the current stream."""
 
     def begin(
         self, number: int, sends: Sequence[Message], receives: Sequence[Message]
@@ -74,6 +82,7 @@ class Messages:
             for peer, tensors in messages
             for tensor in tensors
         ]
+        self._sent += (tensor for _, tensors in sends for tensor in tensors)
         done = torch.cuda.Event()
         self._stream.wait_stream(self._current)
         with torch.cuda.stream(self._stream):
@@ -87,6 +96,7 @@ class Messages:
 
     def finish(self) -> None:
         self._current.wait_stream(self._stream)
+        self._sent.clear()
 
 
 class _Inside:
