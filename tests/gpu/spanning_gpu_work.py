@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpu_work import device, wait_for_the_end
 
 import agmm
-from agmm.runtime import cuda_hosts, groups, sharing
+from agmm.runtime import cuda_hosts, groups
 
 PORTABLE = portable_gpu_work.PORTABLE
 
@@ -24,8 +24,7 @@ def _apart(hosts: str) -> Iterator[dist.ProcessGroup]:
     """A group whose ranks take themselves to be on these hosts; "": on one, without peer access."""
     group = dist.new_group(list(range(dist.get_world_size())))
     assert group is not None
-    why = "group: cuda:0 has no peer access to cuda:1"
-    facts = mock.patch.object(sharing, "_why_no_peer_access", return_value=why)
+    facts = mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False)
     if hosts:
         facts = mock.patch.object(groups, "host_id", return_value=hosts[dist.get_rank()])
     with facts:

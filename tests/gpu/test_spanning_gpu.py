@@ -31,7 +31,8 @@ def check(results: list[list[str]]) -> None:
 def test_results(
     rank_pools: Callable[..., RankPool], case: portable_gpu_work.Case, hosts: str
 ) -> None:
-    """Of gathers, scatters and all-reduces; without hosts, of ranks without peer access."""
+    """Gathers, scatters and all-reduces are right; without hosts, between ranks that have no peer
+    access."""
     check(rank_pools(len(hosts) or 2, "cuda").run(work.results, hosts, case))
 
 

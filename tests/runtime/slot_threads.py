@@ -29,7 +29,7 @@ class Slots:
     def __init__(self, threads: Threads, rank: int, seed: int) -> None:
         self.rank, self.world_size = rank, len(threads.memory)
         # Any ring that all ranks have in common.
-        self.ring = [*range(0, self.world_size, 2), *range(1, self.world_size, 2)]
+        self.ring: Sequence[int] = [*range(0, self.world_size, 2), *range(1, self.world_size, 2)]
         self._threads = threads
         self._random = random.Random(seed)
         self._barriers = 0

@@ -41,7 +41,7 @@ def test_gpus_behind_switches_stay_together() -> None:
     links = machines.matrix(machines.PCIE_8)
     ring = ring_of(links)
     for way in WAYS:
-        # Those that reach each other by no longer way than this are neighbours in the ring.
+        # GPUs that reach each other by no longer way than this are neighbours in the ring.
         for gpu in ring:
             near = [p for p in ring if p == gpu or WAYS[links[gpu][p].pcie] <= WAYS[way]]
             places = sorted(ring.index(peer) for peer in near)

@@ -54,12 +54,15 @@ class Total(NamedTuple):
         residual: torch.Tensor | None,
     ) -> None:
         bias, residual = (one if one is None else one.contiguous() for one in (bias, residual))
+        count, rows, columns = come.shape
         with torch.cuda.device(come.device):
             _core.ordered_sum(
                 come.data_ptr(),
                 come.stride(0) * come.itemsize,
                 _ELEMENTS[str(come.dtype).removeprefix("torch.")],
-                *come.shape,
+                count,
+                rows,
+                columns,
                 self.divisor,
                 0 if bias is None else bias.data_ptr(),
                 0 if residual is None else residual.data_ptr(),

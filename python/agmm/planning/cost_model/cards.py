@@ -42,9 +42,9 @@ class Card:
 
     name: str
     tflops: float
-    """Of dense products of 16 bits, added up in float32."""
+    """The rate of dense products of 16 bits, added up in float32."""
     fp8_tflops: float
-    """Of dense products of fp8; 0 where the card has none."""
+    """The rate of dense products of fp8; 0 where the card has none."""
     memory_gb_per_s: float
     link_gb_per_s: float
     """What one card sends to its peers, all together, in one direction."""
