@@ -96,6 +96,7 @@ def read_machine_code(core: Path) -> None:
     print(f"core: {len(kernels)} kernels in its machine code", flush=True)
     faults = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
     faults += check_machine_code.missing(kernels)
+    faults += filter(None, [check_machine_code.why_no_ptx(check_machine_code.list_ptx(core))])
     if not any(kernel.is_gemm for kernel in kernels):
         faults.append("found no matmul kernel, wanted some")
     if faults:

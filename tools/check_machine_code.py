@@ -3,7 +3,8 @@
 Every matmul kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA, of fp8
 QGMMA) and keeps its values in registers (no local memory, no LDL or STL). Those that may be
 launched before the kernel ahead has ended wait for it (ACQBULK). The other kernels must be there
-for sm_80 and sm_90a.
+for sm_80 and sm_90a, in a build that has them for more than these for all of `OF_BUILDS_FOR_USE`,
+and as PTX of compute_80.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ GEMM_SYMBOLS = ("PersistentAsyncInputScheduler", "16streaming_kernel", "14groupe
 EARLY_SYMBOLS = ("18async_input_kernel", "16streaming_kernel")
 HOPPER = "sm_90a"
 OF_SMALL_KERNELS = ("sm_80", HOPPER)
-"""Default builds have more of them."""
+OF_BUILDS_FOR_USE = ("sm_80", "sm_89", HOPPER, "sm_100", "sm_120")
+"""The architectures that the sets default and all have code for, as
+cmake/small_architectures.cmake lists them."""
+PTX = "sm_80"
+"""The architecture whose PTX is in every build, as `cuobjdump -lptx` calls compute_80."""
 _LINES_THAT_MATTER = r"arch = |Function |REG:|[HQ]GMMA|LDL|STL|ACQBULK"
 
 
@@ -62,16 +67,23 @@ class Kernel:
         return found
 
 
-def missing(kernels: Iterable[Kernel]) -> list[str]:
-    """What kernels that are no matmuls lack, one phrase each."""
+def missing(kernels: Iterable[Kernel], *, for_use: bool = False) -> list[str]:
+    """What kernels that are no matmuls lack, one phrase each.
+
+    Args:
+        for_use: whether the build is one for others, which has code for all architectures; one that
+            has code for more than two is taken for such a build.
+    """
     built = defaultdict(set)
     for kernel in kernels:
         if not kernel.is_gemm:
             built[kernel.name].add(kernel.arch)
+    found = {arch for archs in built.values() for arch in archs}
+    of_all = OF_BUILDS_FOR_USE if for_use or found - {*OF_SMALL_KERNELS} else OF_SMALL_KERNELS
     return [
         f"{name}: found code for {', '.join(sorted(archs))}, wanted {arch} too"
         for name, archs in sorted(built.items())
-        for arch in OF_SMALL_KERNELS
+        for arch in of_all
         if arch not in archs
     ]
 
@@ -162,6 +174,22 @@ def inspect(library: Path) -> list[Kernel]:
     return parse(_dump(cuobjdump, "-res-usage", library), _dump(cuobjdump, "-sass", library))
 
 
+def why_no_ptx(listed: str) -> str | None:
+    """The reason why what `cuobjdump -lptx` lists does not serve GPUs of later architectures, or
+    None."""
+    found = set(re.findall(r"\.(sm_\w+)\.ptx", listed))
+    if PTX in found:
+        return None
+    return f"found PTX of {', '.join(sorted(found)) or 'nothing'}, wanted that of {PTX}"
+
+
+def list_ptx(library: Path) -> str:
+    """Return what `cuobjdump -lptx` prints of a library; raises as `inspect` does."""
+    command = [str(find_cuobjdump()), "-lptx", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout
+
+
 def installed_core() -> Path:
     """Return the path of the installed `agmm._core`.
 
@@ -177,14 +205,18 @@ def main() -> int:
     """Print the kernels and their faults; 1 where there is a fault or no matmul kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", nargs="?", type=Path, help="default: the installed agmm._core")
-    library = parser.parse_args().library or installed_core()
+    parser.add_argument("--for-use", action="store_true", help="want all architectures of wheels")
+    given = parser.parse_args()
+    library = given.library or installed_core()
     kernels = inspect(library)
     for kernel in kernels:
         verdict = "; ".join(kernel.faults()) or "ok"
         print(f"{kernel.arch} {kernel.registers:4} registers {kernel.gmma:5} GMMA  {verdict}")
         print(f"    {kernel.name[:160]}")
     gemms = sum(kernel.is_gemm for kernel in kernels)
-    faulty, absent = sum(bool(kernel.faults()) for kernel in kernels), missing(kernels)
+    faulty, absent = sum(bool(kernel.faults()) for kernel in kernels), []
+    absent += missing(kernels, for_use=given.for_use)
+    absent += filter(None, [why_no_ptx(list_ptx(library))])
     for phrase in absent:
         print(phrase)
     print(f"{len(kernels)} kernels, {gemms} of them matmuls, {faulty} with faults")

@@ -54,6 +54,7 @@ __all__: list[str] = [
     "ScaleLayout",
     "ScaleOf",
     "ScatterProblem",
+    "SummedElement",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
@@ -78,9 +79,11 @@ __all__: list[str] = [
     "kernel_facts",
     "lag_for",
     "lagged_steps",
+    "load_ordered_sums",
     "load_quantizers",
     "mismatch_message",
     "note_call",
+    "ordered_sum",
     "part_place",
     "peer_atomics",
     "push_order",
@@ -1050,6 +1053,46 @@ class CudaRowCombine:
         """
     @property
     def slot_bytes(self) -> int: ...
+class SummedElement:
+    """
+    The element types of partial sums, by torch's names.
+
+    Members:
+
+      bfloat16
+
+      float16
+
+      float32
+
+      float64
+    """
+
+    __members__: typing.ClassVar[dict[str, SummedElement]]
+    bfloat16: typing.ClassVar[SummedElement]
+    float16: typing.ClassVar[SummedElement]
+    float32: typing.ClassVar[SummedElement]
+    float64: typing.ClassVar[SummedElement]
+    @typing.overload
+    def __eq__(self, other: SummedElement) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: SummedElement) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 def async_input_mm(
     problem: MatmulProblem,
@@ -1191,6 +1234,11 @@ def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tup
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
     """
 
+def load_ordered_sums() -> None:
+    """
+    Loads the kernels of ordered_sum on the current device, which waits for it.
+    """
+
 def load_quantizers() -> None:
     """
     Loads the kernels of these functions on the current device, which waits for it.
@@ -1204,6 +1252,24 @@ def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int)
 def note_call(tag: int, what: str) -> None:
     """
     Records which calls' signals carry the tag, for mismatch_message.
+    """
+
+def ordered_sum(
+    partials: int,
+    stride: int,
+    element: SummedElement,
+    count: int,
+    rows: int,
+    columns: int,
+    divisor: int,
+    bias: int,
+    residual: int,
+    out: int,
+    is_wide: bool,
+    stream: int,
+) -> None:
+    """
+    Enqueues the sum of contiguous matrices in their order, in float32 (float64 for float64), divided, with bias and residual added, rounded once. stride: bytes from one matrix to the next. bias, residual: 0 for none. is_wide: out is float32 (float64 for float64).
     """
 
 def part_place(source: int, owner: int, world_size: int) -> int:

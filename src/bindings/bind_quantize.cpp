@@ -1,18 +1,22 @@
-// This file binds dynamic quantisation to fp8 on CUDA.
+// This file binds what the CUDA core does with matrices beside matmuls: dynamic quantisation to
+// fp8, and sums in the order of the ranks.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 
+#include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
 
 namespace py = pybind11;
 
 namespace {
 
+using agmm::OrderedSum;
 using agmm::Quantize;
 using agmm::QuantizedFrom;
 using agmm::QuantizedTo;
 using agmm::ScaleOf;
+using agmm::SummedElement;
 
 void quantize(uintptr_t x, QuantizedFrom from, QuantizedTo to, ScaleOf scale_of, int64_t rows,
               int columns, bool power_of_2, uintptr_t values, int64_t leading, uintptr_t scales,
@@ -56,6 +60,24 @@ void transpose_bytes(uintptr_t x, int64_t rows, int columns, uintptr_t values, i
   agmm::transpose_bytes(args, reinterpret_cast<void*>(stream));
 }
 
+void ordered_sum(uintptr_t partials, int64_t stride, SummedElement element, int count, int64_t rows,
+                 int columns, int divisor, uintptr_t bias, uintptr_t residual, uintptr_t out,
+                 bool is_wide, uintptr_t stream) {
+  OrderedSum args;
+  args.partials = reinterpret_cast<void const*>(partials);
+  args.stride = stride;
+  args.element = element;
+  args.count = count;
+  args.rows = rows;
+  args.columns = columns;
+  args.divisor = divisor;
+  args.bias = reinterpret_cast<void const*>(bias);
+  args.residual = reinterpret_cast<void const*>(residual);
+  args.out = reinterpret_cast<void*>(out);
+  args.is_wide = is_wide;
+  agmm::ordered_sum(args, reinterpret_cast<void*>(stream));
+}
+
 }  // namespace
 
 void bind_quantize(py::module_& m) {
@@ -95,4 +117,19 @@ void bind_quantize(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(),
         "Enqueues the transpose of a contiguous matrix of bytes to [columns, leading], filled up "
         "with zeros.");
+  py::enum_<SummedElement>(m, "SummedElement",
+                           "The element types of partial sums, by torch's names.")
+      .value("bfloat16", SummedElement::BFloat16)
+      .value("float16", SummedElement::Float16)
+      .value("float32", SummedElement::Float32)
+      .value("float64", SummedElement::Float64);
+  m.def("load_ordered_sums", &agmm::load_ordered_sums, py::call_guard<py::gil_scoped_release>(),
+        "Loads the kernels of ordered_sum on the current device, which waits for it.");
+  m.def("ordered_sum", &ordered_sum, py::arg("partials"), py::arg("stride"), py::arg("element"),
+        py::arg("count"), py::arg("rows"), py::arg("columns"), py::arg("divisor"), py::arg("bias"),
+        py::arg("residual"), py::arg("out"), py::arg("is_wide"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Enqueues the sum of contiguous matrices in their order, in float32 (float64 for float64), "
+        "divided, with bias and residual added, rounded once. stride: bytes from one matrix to the "
+        "next. bias, residual: 0 for none. is_wide: out is float32 (float64 for float64).");
 }

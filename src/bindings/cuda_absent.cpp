@@ -8,6 +8,7 @@
 #include "agmm/grouped_matmul.hpp"
 #include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
+#include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
 
 namespace agmm {
@@ -27,6 +28,8 @@ void load_quantizers() { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
 void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }
+void load_ordered_sums() { refuse(); }
+void ordered_sum(OrderedSum const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }

@@ -10,6 +10,7 @@
 
 #include "ops/quantize.hpp"
 #include "runtime/cuda.hpp"
+#include "runtime/load_kernel.hpp"
 
 namespace agmm::quantizing {
 
@@ -76,12 +77,6 @@ __device__ void store(Vector<In> const& x, float up, uint8_t* at) {
   } else {
     *reinterpret_cast<uint32_t*>(at) = words[0];
   }
-}
-
-template <class Kernel>
-void load(Kernel* kernel) {
-  cudaFuncAttributes attributes{};
-  AGMM_CHECK_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(kernel)));
 }
 
 /// Calls `f` with a value of the type of x.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from every_op import Call, Sizes
 from rank_groups import fresh_group
+from torch.utils._pytree import tree_leaves
 
 import agmm
 from agmm.integrations import async_tp
@@ -33,24 +34,35 @@ Found = tuple[str, str]
 """The name of a call, and what is wrong with it."""
 
 _SENDS_NOTHING = ("_async_input_mm", "_async_input_scaled_mm", "_scaled_matmul")
-_ways: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_ways: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 class Ways:
-    """The group of all ranks, and another one whose calls the library serves."""
+    """The group of all ranks, and another one whose calls the library serves.
 
-    def __init__(self, device: str) -> None:
-        if device not in _ways:
+    Args:
+        hosts: the letter of each rank's host, where they are to take themselves to be on several;
+            the calls then name the portable path.
+    """
+
+    def __init__(self, device: str, hosts: str = "") -> None:
+        if (device, hosts) not in _ways:
             ranks = list(range(dist.get_world_size()))
-            _ways[device] = dist.new_group(ranks), dist.new_group(ranks)
-        self.group, self.library = _ways[device]
+            _ways[device, hosts] = dist.new_group(ranks), dist.new_group(ranks)
+        self.group, self.library = _ways[device, hosts]
+        self._hosts = hosts
 
     def by_agmm(self, call: Call) -> list[torch.Tensor]:
-        return call(self.group)
+        if not self._hosts:
+            return call(self.group)
+        with mock.patch.object(groups, "host_id", return_value=self._hosts[dist.get_rank()]):
+            return call(self.group)
 
     def by_library(self, call: Call) -> list[torch.Tensor] | None:
         """The results of the unfused path: each rank takes itself to be on a host of its own. None
         where torch's op, to which agmm then leaves the call, has no path on this device."""
+        if call.settings.get("config") == "portable":
+            call = call._replace(settings=call.settings | {"config": "unfused"})
         with mock.patch.object(groups, "host_id", return_value=f"host {dist.get_rank()}"):
             try:
                 return call(self.library)
@@ -135,7 +147,7 @@ def _is_compiled(call: Call, ways: Ways) -> str | None:
     wanted = _copies(ways.by_agmm(call))
     torch.compiler.reset()
     compiled = torch.compile(lambda: call(ways.group), backend="aot_eager")
-    found = _copies(compiled())
+    found = _copies(compiled())  # the group knows its hosts since the first call
     torch.compiler.reset()
     return _is_close(found, wanted)
 
@@ -221,19 +233,40 @@ RUNS_OF = {"compiled": 10}
 RUNS = [(feature, run) for feature in FEATURES for run in range(RUNS_OF.get(feature, 1))]
 
 
-def broken(feature: str, run: int, device: str = "cpu") -> list[Found]:
+def by_copies(calls: list[Call]) -> list[Call]:
+    """The calls that can name the portable path, each naming it, once."""
+    found = {}
+    for call in calls:
+        function = every_op.op_named(call.op)
+        has_it = inspect.isfunction(function) and "config" in inspect.signature(function).parameters
+        # These are refused with any config.
+        refused = {"quantize", "batch_invariant"} & {*call.settings}
+        packed = any(isinstance(each, agmm.Packed4BitWeight) for each in tree_leaves(call.operands))
+        if has_it and not refused and not packed:
+            one = call._replace(settings=call.settings | {"config": "portable"})
+            found[f"{one} {[name for name, t in call.operands.items() if t is not None]}"] = one
+    return list(found.values())
+
+
+def broken(
+    feature: str, run: int | None, device: str = "cpu", hosts: str | None = None
+) -> list[Found]:
     """The calls that do not keep the promise, each with what is wrong or why it was refused.
 
     Args:
-        run: which of the runs of `RUNS_OF` this is.
+        run: which of the runs of `RUNS_OF` this is; None for all of them at once.
+        hosts: None for all calls as they are; else those that name the portable path, on hosts as
+            `Ways` has them.
     """
-    ways = Ways(device)
+    ways = Ways(device, hosts or "")
     found: list[Found] = []
     with _quiet():
         for sizes in SIZES_OF.get(feature, SIZES):
             torch.manual_seed(0)
             calls = every_op.calls(ways.group.size(), sizes, device)
-            for call in calls[run :: RUNS_OF.get(feature, 1)]:
+            if hosts is not None:
+                calls = by_copies(calls)
+            for call in calls if run is None else calls[run :: RUNS_OF.get(feature, 1)]:
                 if feature == "no rows" and call.op in every_op.SERVED:
                     continue  # these are left to torch, which may have no path for them
                 _tell_ranks_apart(call, ways.group.rank())

@@ -71,6 +71,25 @@ def test_every_op_keeps_its_promise(
         assert not_refused(found, feature) == []
 
 
+BY_COPIES: Refused = {
+    "strict": (
+        ("activation=", r"activation: found '.*' on the portable path, wanted none; strict"),
+        ("gather_dim=[12]", r"gather_dim: [12], the fused path wants 0; strict"),
+        ("scatter_dim=2", r"scatter_dim: 2, the fused path wants another than the last; strict"),
+    )
+}
+"""The calls that a feature refuses, and in which words, where all name the portable path."""
+
+
+@pytest.mark.parametrize("hosts", ["", "ab"])
+@pytest.mark.parametrize("feature", ["right", "strict", "kept", "activation"])
+def test_the_portable_path_keeps_its_promise(
+    rank_pools: Callable[..., RankPool], hosts: str, feature: str
+) -> None:
+    for found in rank_pools(2).run(work.broken, feature, None, "cpu", hosts):
+        assert unexpected(found, feature, BY_COPIES) == []
+
+
 def test_a_refusal_that_the_table_does_not_know_is_found() -> None:
     call = "agmm.matmul_reduce_scatter(scatter_dim=2)"
     assert unexpected([(call, "Unsupported: scatter_dim: something else")], "strict")

@@ -13,7 +13,7 @@ import torch
 
 import agmm
 from agmm.errors import Unsupported, forget_warnings
-from agmm.ops import pipeline
+from agmm.ops import pipeline, portable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall
 from agmm.ops.plain_all_reduce import PlainAllReduce
@@ -21,7 +21,7 @@ from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import BY_COPIES, UNFUSED
-from agmm.runtime import symmetric
+from agmm.runtime import cuda_hosts, symmetric
 from agmm.runtime.capabilities import COLLECTIVES, MATMULS, Feature
 from agmm.testing.ranks import RankPool
 
@@ -32,8 +32,15 @@ CARDS = {
     "Ampere": {MATMULS: NO_MATMULS},
     "Turing": {MATMULS: NOTHING, COLLECTIVES: NOTHING},
     "mixed": {MATMULS: f"rank 1: {NO_MATMULS}"},
+    "no peer access": {MATMULS: NO_MATMULS},
+    "two hosts": {MATMULS: NO_MATMULS},
 }
 """Why cards do not do what agmm asks of them."""
+APART = {
+    "no peer access": "group: cuda:0 has no peer access to cuda:1",
+    "two hosts": "group: found ranks on 2 hosts, wanted one",
+}
+"""Why the GPUs do not all reach each other's memory."""
 OPS = ("gather", "scatter", "all-reduce")
 
 
@@ -42,7 +49,11 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     def why(group: Any, device: torch.device, feature: Feature = MATMULS) -> str | None:
         return CARDS[request.param].get(feature)
 
+    known = mock.Mock()
+    known.of.return_value.hosts.return_value = ["a", "b" if request.param == "two hosts" else "a"]
     monkeypatch.setattr(symmetric, "why_group_unfused", why)
+    monkeypatch.setattr(portable, "groups", known)
+    monkeypatch.setattr(cuda_hosts, "why_apart", lambda *_: APART.get(request.param))
     forget_warnings()
     yield request.param
     forget_warnings()
@@ -97,7 +108,10 @@ def test_cards_without_a_matmul_take_the_best_common_path(
 ) -> None:
     call = call_of(op, **asked)
     route = route_of(call, card)
+    is_asked = asked.get("config") == "portable"
     wanted = PORTABLE if by_copies and card != "Turing" else LIBRARY
+    if card in APART and not is_asked:  # messages have to be asked for
+        wanted = LIBRARY
     assert route.by == wanted
     if wanted == PORTABLE and "config" not in asked:
         assert route.reason == CARDS[card][MATMULS]

@@ -48,9 +48,9 @@ CASES = [
 PORTABLE: dict[str, Any] = {"config": "portable", "strict": True}
 
 
-def gathers(case: Case) -> list[str]:
+def gathers(case: Case, group: dist.ProcessGroup | None = None) -> list[str]:
     """Faults of all-gathers with several weights, a bias, A, and of repeated calls."""
-    group, faults = dist.group.WORLD, []
+    group, faults = group or dist.group.WORLD, []
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     shards = [case.operands(source, case.rows)[0] for source in range(world_size)]
     A, Bs = torch.cat(shards), [case.operands(0, 1)[1], case.operands(1, 1)[1].contiguous()]
@@ -73,9 +73,9 @@ def gathers(case: Case) -> list[str]:
     return faults
 
 
-def scatters(case: Case) -> list[str]:
+def scatters(case: Case, group: dist.ProcessGroup | None = None) -> list[str]:
     """Faults of reduce-scatters, and of repeated calls."""
-    group, faults = dist.group.WORLD, []
+    group, faults = group or dist.group.WORLD, []
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     rows = world_size * case.rows
     A, B = case.operands(rank, rows)
@@ -100,9 +100,9 @@ def scatters(case: Case) -> list[str]:
     return faults
 
 
-def all_reduces(case: Case) -> list[str]:
+def all_reduces(case: Case, group: dist.ProcessGroup | None = None) -> list[str]:
     """Faults of all-reduces, of rows that the ranks share and that they do not share equally."""
-    group, faults = dist.group.WORLD, []
+    group, faults = group or dist.group.WORLD, []
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for rows in (size * case.rows, size * case.rows + 1):
         A, B = case.operands(rank, rows)
@@ -117,10 +117,10 @@ def all_reduces(case: Case) -> list[str]:
     return faults
 
 
-def graphs_between_calls() -> list[str]:
+def graphs_between_calls(group: dist.ProcessGroup | None = None) -> list[str]:
     """Faults of graphs that are replayed between eager calls, of which one more than another has
     captured each op twice."""
-    group, faults = dist.group.WORLD, []
+    group, faults = group or dist.group.WORLD, []
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     case = Case(512, 256, 512)
     shard, B = case.operands(rank, case.rows)

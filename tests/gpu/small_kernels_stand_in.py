@@ -1,5 +1,5 @@
-"""What collectives and quantisers compute on one GPU, with no kernel of torch's beside them: where
-the driver is told to compile PTX (CUDA_FORCE_PTX_JIT), torch has none that it could load.
+"""What collectives, quantisers and sums compute on one GPU, with no kernel of torch's beside them:
+where the driver is told to compile PTX (CUDA_FORCE_PTX_JIT), torch has none that it could load.
 
 As a program it saves the results in a file, or compares them with those of a file that is there:
     python small_kernels_stand_in.py FILE
@@ -17,6 +17,7 @@ from norm_and_relay_stand_in import EPS, cube_mesh_moves, relayed_kinds
 
 from agmm import _core
 from agmm.runtime import cuda_quantize
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.scaling import ALL, BLOCK, Tile
 
 COUNTS = (5, 3000, 40_001)
@@ -115,6 +116,26 @@ def check_collectives() -> None:
         _collective(ranks, kind)
 
 
+def check_sums() -> None:
+    """Sums in the order of the ranks are those of the CPU, bit for bit: of matrices that are read
+    16 bytes at a time, and element by element."""
+    for dtype in (*ELEMENTS, torch.float64):
+        for ranks, rows, n in ((1, 3, 8), (2, 130, 264), (3, 7, 33), (8, 65, 1024)):
+            slots = torch.randn(ranks, 2 * rows, n).to(dtype)
+            bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+            on_gpu = slots.cuda()[:, :rows]  # other strides than those of one contiguous tensor
+            for divisor in (1, 3):
+                for some in ((None, None), (bias, None), (None, residual), (bias, residual)):
+                    wanted = torch.empty(rows, n, dtype=dtype)
+                    Total(divisor, *some)(slots[:, :rows], wanted)
+                    out = torch.full_like(wanted, torch.nan).cuda()
+                    Total(divisor, *(None if one is None else one.cuda() for one in some))(
+                        on_gpu, out
+                    )
+                    where = f"{dtype}, {ranks} x {rows} x {n}, divided by {divisor}"
+                    assert torch.equal(out.cpu(), wanted), where
+
+
 def quantised() -> Iterator[tuple[str, torch.Tensor]]:
     """The bytes that quantisers make, by name."""
     for shape in SHAPES:
@@ -140,6 +161,7 @@ def main() -> None:
     file = Path(sys.argv[1])
     torch.manual_seed(1)
     check_collectives()
+    check_sums()
     torch.manual_seed(2)
     found = dict(quantised())
     if not file.is_file():

@@ -16,8 +16,9 @@ from rich.console import Console
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.explanations import FEW, Explanation
 from agmm.errors import InvalidArgument
-from agmm.planning import built_kernels, cost_model, formats, legality, tables
+from agmm.planning import built_kernels, card_rates, cost_model, formats, legality, tables
 from agmm.planning.cost_model import collectives, gpu_constants
+from agmm.planning.cost_model.cards import DriverFacts, of_facts
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.op_plans import Choice
 from agmm.planning.planner import Planner
@@ -257,7 +258,21 @@ def test_gpus_of_other_architectures(
     text = said(replace(PROBLEM, gpu=gpu_names.find_gpu(gpu), **changes))
     assert f"plan: {plan}" in text
     assert why in text
-    assert "predicted" not in text
+    assert ("constants of NVIDIA's data sheet" in text) is (plan == "portable")
+    assert ("predicted" in text) is (plan == "portable")
+
+
+def test_a_card_without_a_data_sheet_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_names, "gpu_here", lambda: "nvidia-a40")
+    monkeypatch.setattr(gpu_names, "capability_here", lambda: (8, 6))
+    facts = DriverFacts("nvidia-a40", (8, 6), 84, 1740, 7251, 384, pcie_gb_per_s=31.5)
+    monkeypatch.setattr(gpu_names, "card_here", lambda: of_facts(facts))
+    monkeypatch.setattr(gpu_names, "gpus_here", lambda: ("NVIDIA A40",) * 4)
+    text = said(replace(PROBLEM, gpu="nvidia-a40"))
+    assert "plan: portable" in text
+    assert "constants of its driver: 84 SMs at 1740 MHz" in text
+    card_rates.save("nvidia-a40", (120.0, 600.0, None))
+    assert "constants of one card, measured" in said(replace(PROBLEM, gpu="nvidia-a40"))
 
 
 def test_the_gpu_here_may_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from rank_groups import fresh_group
 
 import agmm
 from agmm.runtime import groups
-from agmm.runtime import hosts as spanning
 from agmm.runtime.calls import Call
+from agmm.runtime.hosts import CpuHosts
+
+FP8 = torch.float8_e4m3fn
 
 
 def _operands(rank: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,8 +35,13 @@ def _products(
 ) -> list[str]:
     faults: list[str] = []
 
-    def compare(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        limit = 4 * torch.finfo(dtype).eps
+    def compare(
+        name: str,
+        found: torch.Tensor,
+        wanted: torch.Tensor,
+        of: torch.dtype = dtype,
+    ) -> None:
+        limit = 4 * torch.finfo(of).eps
         if not torch.allclose(found.double(), wanted, rtol=limit, atol=8 * limit):
             faults.append(f"{name}: differs by {(found.double() - wanted).abs().max():.3g}")
 
@@ -71,6 +78,20 @@ def _products(
         )
         wanted = 2 * total.chunk(size)[rank] / size + bias.double() + 1
         compare("scatter of two", part, wanted)
+        scaled = [torch.arange(rows * 16).view(rows, 16) % (source + 5) for source in range(size)]
+        scales = [torch.full((rows, 1), float(source + 1)) for source in range(size)]
+        weight = (torch.arange(16 * 16).view(16, 16) % 7).float()
+        out = agmm.all_gather_scaled_matmul(
+            scaled[rank].to(FP8),
+            weight.to(FP8).t().contiguous().t(),
+            scales[rank],
+            torch.ones(1, 16),
+            group,
+            config="portable",
+            strict=True,
+        )
+        A_of_all = torch.cat([one * by for one, by in zip(scaled, scales, strict=True)])
+        compare("fp8 gather", out.to(dtype), A_of_all.double() @ weight.double(), torch.bfloat16)
         some = own[: size * rows - 1]  # which the ranks cannot share equally
         summed = agmm.matmul_all_reduce(some, B, group, config="portable", strict=True)
         compare("all-reduce", summed, total[: size * rows - 1])
@@ -119,9 +140,13 @@ def order_of(hosts: str) -> list[tuple[bool, int]]:
         if hosts[rank] != hosts[0]:
             time.sleep(0.2)
 
-        def consume(source: int, cut: slice, rows: torch.Tensor) -> None:
+        def consume(source: int, cut: slice, parts: list[torch.Tensor]) -> None:
+            (rows,) = parts
             assert torch.equal(rows, torch.full_like(rows, float(source)))
             order.append((hosts[source] != hosts[rank], cut.start))
 
-        spanning.gather(group, shard, consume, Call("gather", A_shard=shard))
+        whole = shard.new_empty(len(hosts), *shard.shape)
+        CpuHosts(group, Call("gather", A_shard=shard)).gather(
+            *([shard], [whole], consume), pieces=1, keeps_own=False, words=""
+        )
     return order

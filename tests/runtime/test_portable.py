@@ -4,66 +4,19 @@ with copies that are late."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from slot_threads import Slots, Threads, is_found, run, values
+from slot_threads import Rank, Slots, Threads, is_found, run, values
 
 from agmm.ops import portable as ready
-from agmm.runtime import portable
+from agmm.runtime import portable, rank_sums
 from agmm.runtime.scaled import Scaled
 
 SHAPES = [(1, 1), (5, 3), (8, 16), (33, 7)]
-
-
-class Late:
-    """Copies that are made no earlier than somebody waits for them."""
-
-    def __init__(self) -> None:
-        self._copies: list[Sequence[portable.Copy]] = []
-        self._made = 0
-        self._is_forked = False
-
-    def fork(self) -> None:
-        self._is_forked = True
-
-    def run(self, copies: Sequence[portable.Copy]) -> int:
-        assert self._is_forked
-        self._copies.append(copies)
-        return len(self._copies)
-
-    def wait(self, mark: int) -> None:
-        for copies in self._copies[self._made : mark]:
-            for target, source in copies:
-                target.copy_(source)
-        self._made = max(self._made, mark)
-
-    def join(self) -> None:
-        self.wait(len(self._copies))
-
-
-class Rank:
-    """A workspace of a rank that is a thread."""
-
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self.slots, self.turn = Slots(threads, rank, rank), 0
-        self.rank, self.world_size = rank, len(threads.memory)
-        self.is_captured = False
-
-    def gather(self, *given: Any, words: str = "", **settings: Any) -> None:
-        settings |= {"turn": self.turn, "beside": Late(), "is_captured": self.is_captured}
-        self.turn = portable.gather(self.slots, *given, **settings)
-
-    def scatter(self, *given: Any, what: str, words: str) -> None:
-        sent, product, total = given
-        self.turn = portable.scatter(
-            *(self.slots, sent, product, total, self.turn),
-            beside=Late(),
-            is_captured=self.is_captured,
-        )
 
 
 def orders_of(calls: int) -> list[bool]:
@@ -103,8 +56,9 @@ def scatter_is_right(own: Rank, call: int) -> bool:
         made.append(owner)
         into.copy_(parts[own.rank, owner])
 
-    sent = torch.full((size - 1, rows, n), 77.0)
-    own.scatter(sent, product, lambda come: found.append(come.clone()), what="", words="")
+    own.scatter(
+        torch.empty(rows, n), product, lambda come: found.append(come.clone()), what="", words=""
+    )
     is_right = torch.equal(found[0], parts[:, own.rank])
     return is_right and made[-1] == own.rank and sorted(made) == list(range(size))
 
@@ -243,8 +197,21 @@ def test_a_sum_is_rounded_once() -> None:
     come[0] = 256
     for bias in (None, torch.ones(1, dtype=torch.bfloat16)):
         out = torch.empty(1, 1, dtype=torch.bfloat16)
-        ready.Total(bias=bias)(come, out)
+        rank_sums.Total(bias=bias)(come, out)
         assert float(out) == 264.0
+
+
+def test_a_sum_is_made_in_the_order_of_the_ranks() -> None:
+    """The sum of these three has other bits in any other order."""
+    come = torch.tensor([1e8, 1.0, -1e8]).view(3, 1, 1)
+    for order, wanted in (((0, 1, 2), 0.0), ((0, 2, 1), 1.0), ((1, 0, 2), 0.0), ((2, 0, 1), 1.0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.empty(1, 1, dtype=dtype)
+            rank_sums.Total()(come[list(order)].to(dtype), out)
+            assert float(out) == wanted
+    out = torch.empty(1, 1)
+    rank_sums.Total()(torch.full((2, 1, 1), -0.0), out)
+    assert torch.signbit(out).all()
 
 
 def test_a_product_that_fails_leaves_no_copy_behind() -> None:

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from agmm.bench.compare import Verdict, compare, noise_us
+from agmm.bench.ratios import ratios
 from agmm.cli.report_tables import render_comparison
 from agmm.errors import InvalidArgument
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import Shape
 
 SHAPE = Shape(16, 8, 32)
@@ -28,6 +30,22 @@ def _way(us: float | None, samples: int = 20, seed: int = 0) -> dict[str, Any]:
         "reason": None if us is not None else "rank 0: it failed",
         "wrong": False,
     }
+
+
+def test_ratios_over_all_shapes() -> None:
+    """A geometric mean, and the worst shape; graphs are compared with graphs."""
+    entries = []
+    for m, (own, other) in ((16, (10.0, 20.0)), (32, (40.0, 20.0)), (64, (20.0, 20.0))):
+        times = {"portable": own, "torch-decomposed": other, "roof": 1.0, "unfused": None}
+        times |= {"portable-graph": own, "torch-decomposed-graph": other / 2}
+        ways = {name: {"median_us": us} for name, us in times.items()}
+        entries.append({"M": m, "N": 8, "K": 32, "ways": ways})
+    eager, captured = ratios({"shapes": entries}, ALL_GATHER_MATMUL)
+    assert (eager.way, eager.other, eager.shapes) == ("portable", "torch-decomposed", 3)
+    assert (round(eager.mean, 6), eager.worst) == (1.0, 2.0)
+    assert eager.worst_shape == Shape(32, 8, 32).title
+    assert (captured.way, captured.other) == ("portable-graph", "torch-decomposed-graph")
+    assert (round(captured.mean, 6), captured.worst) == (2.0, 4.0)
 
 
 def _report(**ways: dict[str, Any]) -> dict[str, Any]:

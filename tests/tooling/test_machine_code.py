@@ -14,6 +14,7 @@ import build_wheels
 import check_machine_code
 import compiles
 import pytest
+from cmake_at_hand import CMAKES
 
 import agmm._core
 
@@ -78,9 +79,38 @@ def test_a_small_kernel_is_built_for_more_than_hopper() -> None:
         assert [kernel.faults() for kernel in kernels] == [[]] * len(archs)
         return check_machine_code.missing(kernels)
 
-    assert found("sm_80", "sm_90a") == found("sm_80", "sm_90a", "sm_120") == []
+    assert found("sm_80", "sm_90a") == found(*check_machine_code.OF_BUILDS_FOR_USE) == []
+    assert found("sm_80", "sm_89", "sm_90a", "sm_100") == [
+        "stage: found code for sm_100, sm_80, sm_89, sm_90a, wanted sm_120 too"
+    ]
     assert found("sm_90a") == ["stage: found code for sm_90a, wanted sm_80 too"]
     assert found("sm_80") == ["stage: found code for sm_80, wanted sm_90a too"]
+
+
+def test_the_ptx_of_ampere_is_looked_for() -> None:
+    listed = "PTX file    1: _core.1.sm_80.ptx\nPTX file    2: _core.2.sm_80.ptx\n"
+    assert check_machine_code.why_no_ptx(listed) is None
+    for other, found in (("", "nothing"), (listed.replace("sm_80", "sm_90a"), "sm_90a")):
+        wanted = f"found PTX of {found}, wanted that of sm_80"
+        assert check_machine_code.why_no_ptx(other) == wanted
+
+
+@pytest.mark.parametrize("cmake", CMAKES)
+def test_builds_for_use_have_code_for_all_architectures(cmake: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.cmake"
+    module = Path(__file__).resolve().parents[2] / "cmake" / "small_architectures.cmake"
+    for kernels in ("ci", "default", "all"):
+        script.write_text(
+            f'include("{module}")\nagmm_small_architectures({kernels} found)\n'
+            'message(STATUS "${found}")\n'
+        )
+        done = subprocess.run(
+            [cmake, "-P", script], capture_output=True, text=True, check=True
+        ).stdout
+        found = {f"sm_{each.removesuffix('-real')}" for each in done.split()[-1].split(";")}
+        of_all = check_machine_code.OF_BUILDS_FOR_USE
+        assert found == {*(check_machine_code.OF_SMALL_KERNELS if kernels == "ci" else of_all)}
+        assert "80;" in done  # without -real: its PTX too
 
 
 @pytest.mark.parametrize(("instruction", "faults"), [("ACQBULK", 0), ("NOP", 1)])
@@ -115,6 +145,7 @@ def test_no_wheel_is_made_of_faulty_kernels(
     )
     found = [] if local is None else kernels
     monkeypatch.setattr(check_machine_code, "inspect", lambda library: found)
+    monkeypatch.setattr(check_machine_code, "list_ptx", lambda library: "core.1.sm_80.ptx")
     wanted = pytest.raises(build_wheels.BuildFailed, match=f"^core.a: (?s:.*){fault}$")
     with contextlib.nullcontext() if fault is None else wanted:
         build_wheels.read_machine_code(Path("core.a"))

@@ -176,6 +176,7 @@ def bench(options: BenchOptions) -> None:
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
     "  agmm tune --file calls.json\n\n"
     "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
+    "  agmm tune --alone\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
 @with_options_of(TuneOptions)
@@ -191,6 +192,9 @@ def tune(options: TuneOptions) -> None:
         from agmm.cli import from_file, tuning
 
         _env.check()
+        if options.alone:
+            tuning.run_alone(options)
+            return
         if options.op is Op.moe:
             raise InvalidArgument("op: found moe, wanted one with plans: experts have none to tune")
         op = None if options.op is None else options.op.value

@@ -161,6 +161,14 @@ class TuneOptions:
     again: Annotated[
         bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
     ] = False
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="Measure in a minute what one GPU does by itself, for predictions of `agmm "
+            "explain` on GPUs other than Hopper; takes no other options.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _gpus(core: Any) -> Finding:
     each = []
     for i in range(count):
         p = torch.cuda.get_device_properties(i)
-        path = "" if core is None else f": {_path(core, (p.major, p.minor))}"
+        path = "" if core is None else f": {_path_and_why(core, (p.major, p.minor))}"
         each.append(
             f"{i}: {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, "
             f"{p.multi_processor_count} SMs{path}"
@@ -293,6 +293,19 @@ def _path(core: Any, capability: tuple[int, int]) -> str:
     if not core.cuda_built or capability < divmod(core.LEAST_CAPABILITY, 10):
         return _PATHS[2]
     return _PATHS[0] if capability == divmod(core.CAPABILITY, 10) else _PATHS[1]
+
+
+def _path_and_why(core: Any, capability: tuple[int, int]) -> str:
+    """The path of calls between GPUs of that compute capability, and what it comes from."""
+    path, found = _path(core, capability), ".".join(map(str, capability))
+    if not core.cuda_built:
+        return f"{path}, since no kernels are built"
+    if path == _PATHS[0]:
+        return f"{path}, by matmul kernels for {found}"
+    if path == _PATHS[1]:
+        return f"{path}, since no matmul kernels are for {found}"
+    least = ".".join(map(str, divmod(core.LEAST_CAPABILITY, 10)))
+    return f"{path}, since {found} is below {least}"
 
 
 def _worst(paths: set[str]) -> str:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from agmm import _core
+from agmm.bench.units import duration
 from agmm.cli import gpu_names
-from agmm.cli.explanations import Explanation
+from agmm.cli.explanations import Alternative, Explanation
+from agmm.planning.cost_model import cards
 from agmm.planning.legality import PORTABLE_ROWS
 from agmm.planning.problems import CPU, Problem
 
@@ -17,7 +19,7 @@ GPUS_OF_A_HOST = 8
 
 def by_other_path(problem: Problem, asked: dict[str, Any], call: str) -> Explanation | None:
     """The explanation of a call on GPUs of an architecture that agmm has no matmul for; None for
-    other calls. No constants of such GPUs are known, so it has no times."""
+    other calls. Its times are by what a data sheet or the driver says of the card."""
     found = gpu_names.capability_of(problem.gpu)
     if found is None or found == divmod(_core.CAPABILITY, 10):
         return None
@@ -38,7 +40,23 @@ def by_other_path(problem: Problem, asked: dict[str, Any], call: str) -> Explana
         return Explanation(asked, call, unfused, why + few)
     note = "no such GPU has been measured; the GPUs have to reach each other's memory"
     plan = "portable, copies beside the library's matmul"
-    return Explanation(asked, call, plan, why, notes=(note,))
+    card = gpu_names.card_of(problem.gpu)
+    if card is None:
+        return Explanation(asked, call, plan, why, notes=(note,))
+    us = cards.portable_us(card, problem)
+    times = {plan: us, unfused: cards.unfused_us(card, problem)}
+    return Explanation(
+        *(asked, call, plan, why),
+        source=f"the rule for such GPUs; times by constants of {card.source}",
+        predicted_us=us,
+        alone_us=card.matmul_us(problem.m, problem.n, problem.k),
+        times=(f"predicted: {duration(us)}",),
+        notes=(note,),
+        alternatives=tuple(
+            Alternative(name, times[name], " (the plan)" if name == plan else "")
+            for name in sorted(times, key=lambda each: times[each])
+        ),
+    )
 
 
 def why_on_hosts(problem: Problem) -> str | None:

@@ -6,8 +6,10 @@ import ctypes
 from functools import cache
 
 from agmm.errors import InvalidArgument
-from agmm.planning import cost_model, tables
+from agmm.planning import card_rates, cost_model, tables
+from agmm.planning.cost_model.cards import CARDS, Card, DriverFacts, of_facts, with_measured
 from agmm.planning.problems import CPU, DEFAULT_GPU
+from agmm.runtime import devices
 
 HOPPERS = {
     "nvidia-h100-80gb-hbm3": 132,
@@ -76,6 +78,9 @@ def find_gpu(name: str | None) -> str:
 
 _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, as cuda.h has them."""
+_SMS, _CLOCK_KHZ, _MEMORY_CLOCK_KHZ, _MEMORY_BITS = 16, 13, 36, 37
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _CLOCK_RATE, _MEMORY_CLOCK_RATE and
+_GLOBAL_MEMORY_BUS_WIDTH, as cuda.h has them."""
 
 
 def capability_of(gpu: str) -> tuple[int, int] | None:
@@ -88,6 +93,13 @@ def capability_of(gpu: str) -> tuple[int, int] | None:
 @cache
 def capability_here() -> tuple[int, int] | None:
     """The compute capability of the first GPU that this process sees, None where it sees none."""
+    found = _attributes_here(_MAJOR, _MINOR)
+    return None if found is None else (found[0], found[1])
+
+
+@cache
+def _attributes_here(*attributes: int) -> tuple[int, ...] | None:
+    """What the driver says of the first GPU that this process sees, None where it sees none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -95,12 +107,39 @@ def capability_here() -> tuple[int, int] | None:
     found, device = ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None
-    version = []
-    for attribute in (_MAJOR, _MINOR):
+    values = []
+    for attribute in attributes:
         if driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device):
             return None
-        version.append(found.value)
-    return version[0], version[1]
+        values.append(found.value)
+    return tuple(values)
+
+
+def card_of(gpu: str) -> Card | None:
+    """The peaks of a GPU that agmm has no matmul kernels for: measured ones of `agmm tune --alone`,
+    else those of its data sheet, else, of the first GPU here, those that its driver says."""
+    card = CARDS.get(gpu)
+    if card is None and gpu == gpu_here():
+        card = card_here()
+    found = None if card is None else card_rates.read(gpu)
+    return card if found is None or card is None else with_measured(card, *found)
+
+
+def card_here() -> Card | None:
+    """What the driver and NVML say of the first GPU that this process sees; None where they do
+    not."""
+    name = gpu_here()
+    found = _attributes_here(_MAJOR, _MINOR, _SMS, _CLOCK_KHZ, _MEMORY_CLOCK_KHZ, _MEMORY_BITS)
+    if name is None or found is None:
+        return None
+    major, minor, sms, clock, memory_clock, bits = found
+    nvlinks, pcie = devices.ways_out(0)
+    return of_facts(
+        DriverFacts(
+            *(name, (major, minor), sms, clock // 1000, memory_clock // 1000, bits),
+            *(nvlinks, pcie),
+        )
+    )
 
 
 def gpu_here() -> str | None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm.bench.compare import STANDARD_ERRORS, Change, Comparison, Verdict, summary
+from agmm.bench.ratios import Ratio, ratios
 from agmm.bench.reports import dtype_of, op_of, shape_of, summarize, title_of
 from agmm.bench.tuner import Outcome
 from agmm.cli.terminal import plain_table, print_table
@@ -34,6 +35,25 @@ def render(report: dict[str, Any], console: Console) -> None:
     for shape_report in report["shapes"]:
         print_table(console, shape_table(shape_report, op_of(report)))
     print_table(console, summary_table(report))
+    compared = ratios(report, op_of(report))
+    if compared and len(report["shapes"]) > 1:
+        print_table(console, ratio_table(compared))
+
+
+def ratio_table(compared: Sequence[Ratio]) -> Table:
+    """A line for each way of agmm beside each other one: their times' ratio over all shapes."""
+    table = plain_table("time ÷ time of another way")
+    for heading in ("way", "÷ way"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("shapes", "geometric mean", "worst"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("at", no_wrap=True)
+    for one in compared:
+        table.add_row(
+            *(one.way, one.other, str(one.shapes)),
+            *(f"{one.mean:.3f}", f"{one.worst:.3f}", one.worst_shape),
+        )
+    return table
 
 
 def shape_table(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Table:

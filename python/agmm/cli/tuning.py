@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
+import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from agmm.bench import launcher, tuner
+from agmm.bench import alone, launcher, tuner
 from agmm.bench.tuning_session import TuningOptions
 from agmm.bench.units import duration
+from agmm.cli.command_options import TuneOptions
 from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
-from agmm.planning import tables
+from agmm.errors import InvalidArgument
+from agmm.planning import card_rates, tables
 
 
 class TuningBar:
@@ -107,3 +111,23 @@ def _report(outcomes: list[tuner.Outcome], keeper: tuner.Keeper) -> None:
     if keeper.unsaved:
         print(f"agmm: {keeper.error}; these rows were not saved:", file=sys.stderr)
         print(keeper.unsaved_text(), end="")
+
+
+def run_alone(options: TuneOptions) -> None:
+    """Measure what the first GPU does by itself, print it and keep it.
+
+    Raises:
+        InvalidArgument: there is no GPU, or another option is given.
+    """
+    if replace(options, alone=False) != TuneOptions():
+        raise InvalidArgument("--alone: found it with other options, wanted it by itself")
+    if not torch.cuda.is_available():
+        raise InvalidArgument("--alone: found no GPU, wanted one that torch can use")
+    device = torch.device("cuda", 0)
+    rates = alone.measure(device, alone.peer_of(0))
+    gpu = tables.gpu_name(torch.cuda.get_device_name(device))
+    tflops, memory, link = rates
+    to_peer = "no peer that it reaches" if link is None else f"{link:.0f} GB/s to a peer"
+    print(f"{gpu}: {tflops:.0f} TFLOPS of torch.mm in bfloat16, {memory:.0f} GB/s, {to_peer}")
+    path = card_rates.save(gpu, rates)
+    print("not kept: AGMM_CACHE=off" if path is None else f"kept in {path}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops import portable, small_collectives
-from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
+from agmm.ops.pipeline import KERNEL, LIBRARY, PORTABLE, Ready, Route
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
@@ -141,7 +141,7 @@ class AllReduceCall(SumCall):
 
     def prepare(self, route: Route) -> Ready:
         words, shape = self.words(), self.shape
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not (route.by == PORTABLE and self.by_pieces):
             return lambda *_: reshaped(self.by_cpu(words), shape)
         plan: AllReducePlan | None = route.plan
         if plan is not None and plan.kernel is not None:

@@ -31,7 +31,7 @@ from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.workspaces import cpu_workspace, portable_gathers
+from agmm.runtime.workspaces import cpu_workspace
 
 _Matrices = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
 """A, its scales and the products, all as matrices of rows."""
@@ -234,7 +234,7 @@ class Fp8Gather(GatherCall):
     def ready_by_copies(self, pieces: int) -> Ready:
         weights, shard = self.weights, self.shard
         ready = portable.ReadyScaledGather(
-            portable_gathers(self.group, self.device),
+            portable.gathers(self.group, self.device, self.words()),
             *(pieces, self.return_A, str(self.words())),
             [(weight.B.values.shape[1], weight.out_dtype) for weight in weights],
             lambda rows: [scaled_products.product(rows, weight) for weight in weights],

@@ -15,8 +15,9 @@ from agmm.ops.scatter import ScatterCall, ScatterSettings
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.scaled import ScaledProducts
-from agmm.runtime.workspaces import cpu_workspace, portable_scatters
+from agmm.runtime.workspaces import cpu_workspace
 
 
 class Fp8Scatter(Fp8Sum, ScatterCall):
@@ -117,12 +118,12 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
             cut = slice(owner * rows, (owner + 1) * rows)
             into.copy_(scaled_products.sum_of([(A.rows(cut), weight) for A, weight in products]))
 
-        total = portable.Total(
+        total = Total(
             size if self.settings.reduce_op == "avg" else 1,
             None if self.is_bias_of_each else given.bias,
             result_scale=given.result_scale,
         )
-        workspace = portable_scatters(self.group, self.device)
+        workspace = portable.scatters(self.group, self.device, self.words())
         portable.scattered(workspace, out, sent_dtype, product, total, str(self.words()))
         return self.in_shape(out)
 

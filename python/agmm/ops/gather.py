@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument
 from agmm.ops import portable, small_collectives
 from agmm.ops.kernel_epilogues import not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
@@ -19,7 +19,7 @@ from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.planning.transports import PORTABLE as BY_COPIES
-from agmm.runtime import groups, hosts, nan_check
+from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.epilogues import Epilogue
@@ -109,11 +109,8 @@ class GatherCall(OpCall[Gathered]):
 
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
-        """The call of the portable path on CUDA, for shards in so many pieces."""
-
-    def ready_between_hosts(self) -> Ready:
-        """The call of CPU ranks on several hosts, for these operands; Unsupported where is none."""
-        raise Unsupported("group: found ranks on several hosts, wanted one for such operands")
+        """The call of the portable path on CUDA, and between hosts, for shards in so many
+        pieces."""
 
     @property
     @abstractmethod
@@ -233,7 +230,8 @@ class GatherCall(OpCall[Gathered]):
         return ""
 
     def look(self, route: Route, words: Call) -> None:
-        if nan_check.active and self.device.type == "cuda" and route.by != LIBRARY:
+        looks = self.device.type == "cuda" or (route.by == PORTABLE and self.by_pieces)
+        if nan_check.active and looks and route.by != LIBRARY:
             nan_check.look_through(words.op, "A_shard", self.A_shard, groups.of(self.group).rank)
 
     def why_not_fused(self) -> str | None:
@@ -288,7 +286,7 @@ class GatherCall(OpCall[Gathered]):
         """The route of a call that was asked to take the portable path."""
         if self.device.type == "cpu":  # whose backend is that path
             reason, plan = self.why_not_fused(), self.settings.plan
-            found = Route(PORTABLE, plan=plan, lasts=not hosts.spans(self.group))
+            found = Route(PORTABLE, plan=plan, lasts=self.lasts() and not self.by_pieces)
             return Route(LIBRARY, reason) if reason else found
         return portable.route(self, self.why_not_by_copies(), lasts=self.lasts_by_copies())
 
@@ -323,12 +321,10 @@ class GatherCall(OpCall[Gathered]):
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
             ready = self.ready_behind_gather()
-        elif route.by == PORTABLE and self.device.type == "cuda":
+        elif route.by == PORTABLE and self.by_pieces:
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()
             ready = self.ready_by_copies(portable.pieces_of(rows, asked))
-        elif route.by == PORTABLE and hosts.spans(self.group):
-            ready = self.ready_between_hosts()
         elif self.device.type == "cpu":
             self.settings = self.settings._replace(plan=route.plan)
             return self.again_on_cpu()

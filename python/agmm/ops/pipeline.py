@@ -20,7 +20,7 @@ from agmm.ops import kept, learning, seen
 from agmm.planning import call_plans
 from agmm.planning.plans import Plan
 from agmm.planning.problems import Problem
-from agmm.runtime import backends, groups
+from agmm.runtime import backends, groups, hosts
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 
@@ -104,6 +104,12 @@ class OpCall(ABC, Generic[Result]):
         """What ``compute`` returns; timed, where the call tries a plan."""
         trial = self.trial
         return compute(*operands) if trial is None else trial.run(compute, *operands)
+
+    @property
+    def by_pieces(self) -> bool:
+        """Whether the portable path multiplies piece by piece by the library: on GPUs, and between
+        hosts. The backend of CPU ranks on one host is that path itself."""
+        return self.device.type == "cuda" or hosts.spans(self.group)
 
     @property
     def returns_A(self) -> bool:

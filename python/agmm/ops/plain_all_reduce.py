@@ -12,11 +12,11 @@ from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible, check_residual
 from agmm.ops.pipeline import Ready
 from agmm.ops.plain_scatter import Copying, call_with, of_call
-from agmm.planning.plans import BY_COPIES, Plan
+from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig
-from agmm.runtime import groups, hosts
+from agmm.runtime import groups
 from agmm.runtime.calls import Call
-from agmm.runtime.workspaces import cpu_workspace, portable_scatters
+from agmm.runtime.workspaces import cpu_workspace
 
 
 class PlainAllReduce(AllReduceCall):
@@ -80,9 +80,6 @@ class PlainAllReduce(AllReduceCall):
 
     def by_cpu(self, words: Call) -> torch.Tensor:
         residual = None if self.residual is None else self.residual.flatten(0, -2)
-        if self.named_plan == BY_COPIES and hosts.spans(self.group):
-            settings = hosts.Settings(1, self.bias, residual, f"{self.shape}")
-            return hosts.all_reduce(self.group, self._matrix(), self.B, settings, words)
         return cpu_workspace(self.group).matmul_all_reduce(
             *(self._matrix(), self.B, self.bias, words), agreed=f"{self.shape}", residual=residual
         )
@@ -99,8 +96,9 @@ class PlainAllReduce(AllReduceCall):
         return call_with(kernel, [A], [B], self.group, "sum", all_reduce_sms=all_reduce_sms)
 
     def ready_by_copies(self) -> Ready:
-        workspace = portable_scatters(self.group, self.device)
-        return portable.ReadyScatter(workspace, 0, 1, str(self.words()))
+        words = self.words()
+        workspace = portable.scatters(self.group, self.device, words)
+        return portable.ReadyScatter(workspace, 0, 1, str(words))
 
     def library(self) -> LibrarySum:
         return PlainLibrary()

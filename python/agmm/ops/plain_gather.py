@@ -17,7 +17,7 @@ from agmm.ops.pipeline import Ready, serve
 from agmm.planning import call_plans, legality
 from agmm.planning.problems import PLAIN, KernelConfig, Problem
 from agmm.planning.transports import FusedGather
-from agmm.runtime import cpu_gather, cuda_calls, groups, hosts, nan_check, symmetric
+from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda import CudaWorkspace
@@ -25,7 +25,7 @@ from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_gather import ready_gather
 from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import reshaped
-from agmm.runtime.workspaces import cpu_workspace, portable_gathers
+from agmm.runtime.workspaces import cpu_workspace
 
 
 class PlainGather(GatherCall):
@@ -144,31 +144,9 @@ class PlainGather(GatherCall):
         return _BehindGather(gather, self.settings.return_A)
 
     def ready_by_copies(self, pieces: int) -> Ready:
-        workspace = portable_gathers(self.group, self.device)
-        return portable.ReadyGather(workspace, pieces, self.settings.return_A, str(self.words()))
-
-    def ready_between_hosts(self) -> Ready:
-        return lambda *_: self._between_hosts()
-
-    def _between_hosts(self) -> Gathered:
-        k = self.A_shard.shape[-1]
-        own = self.A_shard.reshape(-1, k)
-        A = own.new_empty(self.group.size() * len(own), k)
-        outs = [own.new_empty(len(A), n) for n in self.columns()]
-        if nan_check.active:
-            nan_check.look_through(self.op, "A_shard", own, groups.of(self.group).rank)
-
-        def consume(source: int, cut: slice, a: torch.Tensor) -> None:
-            rows = slice(source * len(own) + cut.start, source * len(own) + cut.stop)
-            if self.settings.return_A:
-                A[rows] = a
-            for B, bias, out in zip(self.Bs, self.biases, outs, strict=True):
-                cpu_gather.multiply(a, B, bias, out[rows])
-
-        hosts.gather(self.group, own, consume, self.words(), agreed=f"{self.settings.return_A}")
-        outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
-        whole = reshaped(A, (*self.leading, k)) if self.settings.return_A else None
-        return Gathered(whole, None, outs)
+        words = self.words()
+        workspace = portable.gathers(self.group, self.device, words)
+        return portable.ReadyGather(workspace, pieces, self.settings.return_A, str(words))
 
     @property
     def values(self) -> torch.Tensor:

@@ -18,12 +18,12 @@ from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
 from agmm.planning.plans import BY_COPIES, BY_TORCH, Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.runtime import collectives, cpu_scatter, groups, hosts, rendezvous
+from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
 from agmm.runtime.results import moved
-from agmm.runtime.workspaces import cpu_workspace, portable_scatters, scatter_workspace
+from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
 
 # What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
 _workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.Tensor]]
@@ -143,10 +143,6 @@ class PlainScatter(ScatterCall):
         if residual is not None:
             residual = residual.movedim(self.dim, 0).flatten(0, -2)
         agreed = f"{list(self.A.shape[:-1])} along {self.dim}"
-        if self.settings.plan == BY_COPIES and hosts.spans(self.group):
-            divisor = self.group.size() if self.settings.reduce_op == "avg" else 1
-            settings = hosts.Settings(divisor, self.bias, residual, agreed)
-            return hosts.scatter(self.group, As, self.Bs, settings, words, self.meanwhile)
         return cpu_workspace(self.group).reduce_scatter(
             cpu_scatter.plain_sum(As, self.Bs, self.bias, residual),
             self.settings.reduce_op,
@@ -162,10 +158,10 @@ class PlainScatter(ScatterCall):
         return call if copying is None else _Copied(copying, call)
 
     def ready_by_copies(self) -> Ready:
-        size = self.group.size()
+        size, words = self.group.size(), self.words()
         return portable.ReadyScatter(
-            portable_scatters(self.group, self.device),
-            *(self.dim, size if self.settings.reduce_op == "avg" else 1, str(self.words())),
+            portable.scatters(self.group, self.device, words),
+            *(self.dim, size if self.settings.reduce_op == "avg" else 1, str(words)),
         )
 
     def by_torch(self, *_: Any) -> torch.Tensor:

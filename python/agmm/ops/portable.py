@@ -10,14 +10,48 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from agmm import _core
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
 from agmm.planning.legality import PORTABLE_ROWS
-from agmm.runtime import capabilities, portable, symmetric
-from agmm.runtime.portable import PortableGather, PortableScatter
+from agmm.runtime import capabilities, cuda_hosts, groups, portable, symmetric, workspaces
+from agmm.runtime.calls import Call
+from agmm.runtime.cuda_hosts import CudaHosts
+from agmm.runtime.cuda_portable import PortableGather, PortableScatter
+from agmm.runtime.hosts import CpuHosts
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.scaled import FP8, Scaled, rounded_into
+from agmm.runtime.scaled import Scaled
+
+Gathers = PortableGather | CudaHosts | CpuHosts
+"""What gathers pieces beside products."""
+Scatters = PortableScatter | CudaHosts | CpuHosts
+"""What scatters products beside later ones."""
+
+
+def gathers(group: dist.ProcessGroup, device: torch.device, call: Call) -> Gathers:
+    """What gathers for a call of the group. Collective at first use.
+
+    Raises:
+        Unsupported: the ranks share no memory, and have no backend that takes their messages; all
+            ranks raise.
+    """
+    return _between_hosts(group, device, call) or workspaces.portable_gathers(group, device)
+
+
+def scatters(group: dist.ProcessGroup, device: torch.device, call: Call) -> Scatters:
+    """What scatters for a call of the group. Collective and raises as `gathers`."""
+    return _between_hosts(group, device, call) or workspaces.portable_scatters(group, device)
+
+
+def _between_hosts(
+    group: dist.ProcessGroup, device: torch.device, call: Call
+) -> CudaHosts | CpuHosts | None:
+    """What serves ranks that do not all share memory, or None."""
+    if device.type == "cpu":
+        return CpuHosts(group, call)
+    return cuda_hosts.of(group, device) if cuda_hosts.why_apart(group, device) else None
 
 
 def why_not(call: OpCall[Any]) -> str | None:
@@ -28,9 +62,10 @@ def why_not(call: OpCall[Any]) -> str | None:
         return f"device: found {device}, wanted cuda or cpu"
     if size == 1:
         return "group: 1 rank, which has nothing to send"
-    if size > _core.MAX_COLLECTIVE_RANKS:
-        most = _core.MAX_COLLECTIVE_RANKS
-        return f"group: {size} ranks, the portable path wants at most {most}"
+    hosts, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
+    largest = max(map(hosts.count, hosts))
+    if largest > most:
+        return f"group: {largest} ranks on a host, the portable path wants at most {most}"
     return symmetric.why_group_unfused(call.group, device, capabilities.COLLECTIVES)
 
 
@@ -58,13 +93,15 @@ def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
     reason = symmetric.why_group_unfused(call.group, call.device)
     if reason is None or why_not(call) is not None:
         return None
+    if cuda_hosts.why_apart(call.group, call.device) is not None:
+        return None  # messages have to be asked for, until a GPU has shown what they gain
     return Route(PORTABLE, reason, lasts=lasts)
 
 
 class ReadyGather(NamedTuple):
     """An all-gather + matmul for any tensors of one kind."""
 
-    workspace: PortableGather
+    workspace: Gathers
     pieces: int
     return_A: bool
     words: str
@@ -96,7 +133,7 @@ class ReadyGather(NamedTuple):
 class ReadyScaledGather(NamedTuple):
     """An all-gather + matmul of one shard with its scales."""
 
-    workspace: PortableGather
+    workspace: Gathers
     pieces: int
     return_A: bool
     words: str
@@ -143,39 +180,10 @@ def _gathered(
     return A, scales
 
 
-class Total(NamedTuple):
-    """What becomes of the products of all ranks for one of them."""
-
-    divisor: int = 1
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    """Rows of the result's shape."""
-    result_scale: torch.Tensor | None = None
-
-    def __call__(self, come: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the sum of ``come`` [world_size, rows, N] to ``out``, rounded once. It is added up
-        in float32 (float64 for float64), in an order that depends on the sizes alone."""
-        is_as_it_is = self.divisor == 1 and self.bias is None and self.residual is None
-        if is_as_it_is and out.dtype == come.dtype:
-            torch.sum(come, dim=0, out=out)
-            return
-        wide = torch.float64 if come.dtype == torch.float64 else torch.float32
-        total = torch.sum(come, dim=0, dtype=wide)
-        if self.divisor != 1:
-            total.div_(self.divisor)
-        for summand in (self.bias, self.residual):
-            if summand is not None:
-                total.add_(summand)
-        if out.dtype in FP8:
-            rounded_into(out, total, self.result_scale)
-        else:
-            out.copy_(total)
-
-
 class ReadyScatter(NamedTuple):
     """A matmul + reduce-scatter for any tensors of one kind."""
 
-    workspace: PortableScatter
+    workspace: Scatters
     dim: int
     divisor: int
     words: str
@@ -211,7 +219,7 @@ class ReadyScatter(NamedTuple):
 
 
 def scattered(
-    workspace: PortableScatter,
+    workspace: Scatters,
     out: torch.Tensor,
     sent_dtype: torch.dtype,
     product: Callable[[int, torch.Tensor], None],
@@ -224,9 +232,9 @@ def scattered(
         sent_dtype: of the products.
         product: writes the product for a rank, the first argument, to the second.
     """
-    sent = out.new_empty(workspace.world_size - 1, *out.shape, dtype=sent_dtype)
+    like = out.new_empty(1, 1, dtype=sent_dtype).expand(out.shape)
     workspace.scatter(
-        *(sent, product, lambda come: total(come, out)),
+        *(like, product, lambda come: total(come, out)),
         what=f", divided by {total.divisor}",
         words=words,
     )

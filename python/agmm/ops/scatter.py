@@ -145,11 +145,11 @@ class ScatterCall(SumCall):
         return self.otherwise(reason)
 
     def prepare(self, route: Route) -> Ready:
+        if route.by == PORTABLE and self.by_pieces:
+            return self.ready_by_copies()
         if self.device.type == "cpu":
             words = self.words()
             return lambda *_: self.in_shape(self.by_cpu(words))
-        if route.by == PORTABLE:
-            return self.ready_by_copies()
         assert route.plan is not None and route.plan.kernel is not None
         return self.ready_on_cuda(route.plan.kernel)
 
@@ -158,7 +158,8 @@ class ScatterCall(SumCall):
         return moved(reshaped(rows, self.out_shape), 0, self.dim)
 
     def finished(self, found: Any, route: Route) -> torch.Tensor:
-        if self.meanwhile is not None and self.device.type != "cpu":  # the kernel fills the GPU
+        is_by_cpu = self.device.type == "cpu" and not (route.by == PORTABLE and self.by_pieces)
+        if self.meanwhile is not None and not is_by_cpu:  # a kernel fills the GPU
             self.meanwhile()
         out: torch.Tensor = found
         return out

@@ -56,8 +56,8 @@ class SumCall(OpCall[torch.Tensor]):
 
     @abstractmethod
     def ready_by_copies(self) -> Ready:
-        """The call of the portable path on CUDA, which scatters the sum, for what a kernel that
-        scatters it is given."""
+        """The call of the portable path on CUDA, and between hosts, which scatters the sum, for
+        what a kernel that scatters it is given."""
 
     @abstractmethod
     def sent(self) -> dict[str, list[torch.Tensor]]:

@@ -3,7 +3,7 @@ symmetric memory that are made once. Beside a matmul they take one multiprocesso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from agmm import _env
 from agmm.errors import InvalidArgument, Unsupported
+from agmm.runtime import rings
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.symmetric import Barriers, SymmetricWorkspace
 
@@ -27,6 +28,8 @@ class Slots(Protocol):
 
     rank: int
     world_size: int
+    ring: Sequence[int]
+    """The ranks in the order in which they copy: see `rings`."""
 
     def of(self, rank: int) -> torch.Tensor:
         """The slots of that rank, uint8 [number of slots, bytes of a slot]."""
@@ -64,7 +67,7 @@ def all_gather(
             slots.barrier()
         slots.of(slots.rank)[slot, :size].copy_(own[begin:end])
         slots.barrier()
-        for source in _others(slots):
+        for source in rings.others(slots.ring, slots.rank):
             shards[source, begin:end].copy_(slots.of(source)[slot, :size])
         if not is_captured:
             slot = turn = 1 - slot
@@ -95,7 +98,7 @@ def reduce_scatter(
     for begin, end in _pieces(out.numel(), come.shape[1]):
         size = end - begin
         slots.barrier()
-        for target in _others(slots):
+        for target in rings.others(slots.ring, slots.rank):
             slot = slots.of(target)[slots.rank].view(out.dtype)
             slot[:size].copy_(rows[target, begin:end])
         come[slots.rank, :size].copy_(rows[slots.rank, begin:end])
@@ -111,12 +114,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _others(slots: Slots) -> Iterator[int]:
-    """The other ranks from the next one on, so that no two ranks use a third's links at a time."""
-    for i in range(1, slots.world_size):
-        yield (slots.rank + i) % slots.world_size
-
-
 def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, size, most):
         yield begin, min(size, begin + most)
@@ -128,6 +125,7 @@ class CudaSlots:
     def __init__(self, handle: Any, slot_bytes: int, count: int) -> None:
         self.rank: int = handle.rank
         self.world_size: int = handle.world_size
+        self.ring: Sequence[int] = range(self.world_size)
         self._handle = handle
         self._limit_ms = _env.timeout_ms()
         self.barriers: Barriers | None = None

@@ -139,6 +139,24 @@ def _place(pci: Any) -> str:
     return (found.decode() if isinstance(found, bytes) else str(found)).strip("\0").lower()
 
 
+_PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
+"""What one lane of PCIe moves in one direction, by generation, behind its encoding."""
+
+
+def ways_out(index: int) -> tuple[int, float]:
+    """How many NVLinks of the first GPUs of this host are active, by the order of NVML, and the
+    GB/s of its PCIe slot in one direction; zeros for what NVML does not say."""
+
+    def read(nvml: Any) -> tuple[int, float]:
+        handle = nvml.device_get_handle_by_index_v2(index)
+        generation = _or_none(partial(nvml.device_get_max_pcie_link_generation, handle))
+        lanes = _or_none(partial(nvml.device_get_max_pcie_link_width, handle))
+        slot = _PCIE_GB_PER_S.get(int(generation or 0), 0.0) * int(lanes or 0)
+        return len(_active(nvml, handle)), slot
+
+    return _ask(read) or (0, 0.0)
+
+
 def sm_clock_mhz(uuid: str) -> int | None:
     """The present clock of a GPU's multiprocessors."""
     return _ask(

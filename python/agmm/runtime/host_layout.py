@@ -46,3 +46,8 @@ def layout_of(hosts: Sequence[str]) -> Layout:
     for rank, host in enumerate(hosts):
         of_each.setdefault(host, []).append(rank)
     return Layout(tuple(tuple(ranks) for ranks in of_each.values()))
+
+
+def apart(world_size: int) -> Layout:
+    """The layout of ranks that share nothing: each is a host of its own."""
+    return Layout(tuple((rank,) for rank in range(world_size)))

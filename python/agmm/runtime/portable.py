@@ -2,7 +2,7 @@
 
 It needs memory that the ranks reach and kernels that every GPU from Ampere on runs, so it serves
 GPUs for which agmm has no matmul. `gather` and `scatter` are the protocol, for slots of any kind;
-the workspaces below have them in torch's symmetric memory.
+`cuda_portable` has them in torch's symmetric memory.
 
 Every call has one barrier, and takes one of two halves of the slots in turn. So a rank writes to
 what was used two barriers ago: every rank comes to the second of these after it has read what was
@@ -17,16 +17,13 @@ their own rank has enqueued before them, and every rank enqueues its barriers in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from agmm.errors import Unsupported
-from agmm.runtime.copies import CopyWorkspace, CudaSlots, Slots
-from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
+from agmm.runtime import rings
+from agmm.runtime.copies import Slots
 
 PIECE_ROWS = 1024
 """The rows of a shard that are multiplied at a time, at least. It is a choice: fewer would leave
@@ -35,13 +32,17 @@ multiprocessors of a large GPU without a tile."""
 MOST_PIECES = 4
 """The most pieces of a shard. It is a choice: each costs a launch of the library's matmul."""
 
-_HALVES = 2
+HALVES = 2
+"""The halves of the slots, which calls take in turn."""
 _ALIGNMENT = 256  # that of CUDA's own allocations
 
 Consume = Callable[[int, slice, list[torch.Tensor]], None]
 """What multiplies rows that have come. It is called with the rank that they are from, their place
 in its shard, and what that rank has sent of them."""
 
+Whole = torch.Tensor | Sequence[torch.Tensor]
+"""The memory of a part of all ranks: [world_size, *part.shape], or a tensor of its shape for each.
+"""
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """A copy: the memory to write, and what is written there."""
@@ -86,7 +87,7 @@ def sent_bytes(parts: Sequence[torch.Tensor]) -> int:
 def gather(
     slots: Slots,
     parts: Sequence[torch.Tensor],
-    wholes: Sequence[torch.Tensor],
+    wholes: Sequence[Whole],
     consume: Consume,
     turn: int,
     *,
@@ -103,7 +104,7 @@ def gather(
     Args:
         parts: contiguous, of the same shapes on all ranks. The first one says how many rows a shard
             has; others have as many, or are sent whole with its first piece.
-        wholes: for each part the memory of all ranks' ones, [world_size, *part.shape].
+        wholes: for each part the memory of all ranks' ones, by rank.
         keeps_own: whether the own places there are written, too.
         turn: what the last call returned, 0 before the first.
     """
@@ -116,7 +117,7 @@ def gather(
         place.copy_(own)
     slots.barrier()
     beside.fork()
-    others = _others(slots)
+    others = rings.others(slots.ring, rank)
 
     def copies_of(source: int) -> list[tuple[int, slice, Any]]:
         """The pieces of a rank, with the marks of their copies."""
@@ -126,7 +127,7 @@ def gather(
             pairs = []
             for whole, there in zip(wholes, staged, strict=True):
                 if there.shape[0] == rows:
-                    pairs.append((whole[source, cut], there[cut]))
+                    pairs.append((whole[source][cut], there[cut]))
                 elif cut.start == 0:
                     pairs.append((whole[source], there))
             found.append((source, cut, beside.run(pairs)))
@@ -181,7 +182,7 @@ def scatter(
 
     if is_captured:
         slots.barrier()
-    for owner, part in zip(_others(slots), sent, strict=True):
+    for owner, part in zip(rings.others(slots.ring, rank), sent, strict=True):
         product(owner, part)
         beside.fork()
         beside.run([(places(owner)[rank], part)])
@@ -209,180 +210,3 @@ def _places(slot: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Ten
         found.append(place.view(part.dtype).view(part.shape))
         begin += _aligned_bytes(part)
     return found
-
-
-def _others(slots: Slots) -> list[int]:
-    """The other ranks from the next one on, so that no two ranks use a third's links at a time."""
-    return [(slots.rank + i) % slots.world_size for i in range(1, slots.world_size)]
-
-
-class _CopyStream:
-    """A stream of copies beside the current one."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._current = torch.cuda.current_stream(stream.device)
-
-    def fork(self) -> None:
-        self._stream.wait_stream(self._current)
-
-    def run(self, copies: Sequence[Copy]) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream):
-            for target, source in copies:
-                target.copy_(source)
-            done = torch.cuda.Event()
-            done.record()
-        return done
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        self._current.wait_event(mark)
-
-    def join(self) -> None:
-        self._current.wait_stream(self._stream)
-
-
-class _TaggedSlots(CudaSlots):
-    """Slots whose barriers carry the tag of the call, so that ranks whose calls differ are found
-    out, and end within the limit of every wait, with its message."""
-
-    meet: Callable[[], None]
-
-    def barrier(self) -> None:
-        self.meet()
-
-
-class _PortableWorkspace(CopyWorkspace):
-    """Slots for calls of one kind, whose barriers are kernels of agmm's collectives."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, collectives: CollectivesWorkspace
-    ) -> None:
-        super().__init__(group, device)
-        self._collectives = collectives
-        self._turn = 0
-
-    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
-        return _TaggedSlots(handle, slot_bytes, self._slots_per_rank())
-
-    @contextmanager
-    def _in_call(self, nbytes: int, what: str, words: str) -> Iterator[tuple[Slots, Beside, bool]]:
-        """The slots for a call, which is enqueued meanwhile, the place of its copies, and whether
-        it is captured. Under `lock`.
-
-        Args:
-            nbytes: the size that slots have to have.
-            what: what all ranks have to agree on.
-            words: the call, for messages.
-
-        Raises:
-            Unsupported: the group can have no such memory, or would have to make some during a
-                capture; all ranks raise.
-        """
-        collectives = self._collectives
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if is_captured and not (collectives.is_ready and nbytes <= self.slot_bytes):
-            raise Unsupported(
-                f"workspace: found slots of {self.slot_bytes} bytes for copies during CUDA graph "
-                f"capture, wanted {nbytes}"
-            )
-        collectives.ensure(SLOT_BYTES)
-        slots: _TaggedSlots = self.buffers_of(nbytes).core
-        slots.meet = lambda: collectives.barrier(what, words)
-        stream = torch.cuda.current_stream(self.device)
-        with self.in_one_piece(is_captured=is_captured):
-            if is_captured:
-                self.captured = True
-            else:
-                stream.wait_event(self._done)
-            yield slots, _CopyStream(self._background.of_capture()), is_captured
-            if not is_captured:
-                self._done.record(stream)
-
-
-class PortableGather(_PortableWorkspace):
-    """The workspace of all-gathers beside products of the library. A slot holds a shard."""
-
-    def _slots_per_rank(self) -> int:
-        return _HALVES
-
-    @torch.no_grad()
-    def gather(
-        self,
-        parts: Sequence[torch.Tensor],
-        wholes: Sequence[torch.Tensor],
-        consume: Consume,
-        *,
-        pieces: int,
-        keeps_own: bool,
-        words: str,
-    ) -> None:
-        """Enqueue `gather` on the current stream. Collective.
-
-        Args:
-            words: the call, for messages.
-
-        Raises:
-            Unsupported: as `_in_call` does.
-            AgmmError: an earlier call of the group failed half-way.
-        """
-        sent = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
-        agreed = f"portable gather of {sent} in {pieces} pieces, {keeps_own}"
-        errors: list[Exception] = []
-
-        def consume_or_note(*rows: Any) -> None:
-            try:
-                if not errors:
-                    consume(*rows)
-            except Exception as error:  # the peers wait for the rest of this call
-                errors.append(error)
-
-        with self.lock:
-            of_call = self._in_call(sent_bytes(parts), agreed, words)
-            with of_call as (slots, beside, is_captured):
-                self._turn = gather(
-                    *(slots, parts, wholes, consume_or_note, self._turn),
-                    pieces=pieces,
-                    beside=beside,
-                    keeps_own=keeps_own,
-                    is_captured=is_captured,
-                )
-        if errors:
-            raise errors[0]
-
-
-class PortableScatter(_PortableWorkspace):
-    """The workspace of products of the library that are scattered. A slot holds what one rank sends
-    to another."""
-
-    def _slots_per_rank(self) -> int:
-        return _HALVES * self.world_size
-
-    @torch.no_grad()
-    def scatter(
-        self,
-        sent: torch.Tensor,
-        product: Callable[[int, torch.Tensor], None],
-        total: Callable[[torch.Tensor], None],
-        *,
-        what: str,
-        words: str,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        """Enqueue `scatter` on the current stream. Collective; errors are those of
-        `PortableGather.gather`.
-
-        Args:
-            what: what else has to be the same on all ranks.
-            words: the call, for messages.
-        """
-        like = sent[0]
-        agreed = f"portable scatter of {list(like.shape)} {like.dtype}{what}"
-        with self.lock:
-            of_call = self._in_call(sent_bytes([like]), agreed, words)
-            with of_call as (slots, beside, is_captured):
-                self._turn = scatter(
-                    *(slots, sent, product, total, self._turn),
-                    beside=beside,
-                    meanwhile=meanwhile,
-                    is_captured=is_captured,
-                )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from agmm.runtime.cuda import CudaWorkspace
     from agmm.runtime.cuda_collectives import CollectivesWorkspace
     from agmm.runtime.cuda_dispatch import CombineWorkspace, DispatchWorkspace
+    from agmm.runtime.cuda_portable import PortableGather, PortableScatter
     from agmm.runtime.cuda_scatter import ScatterWorkspace
-    from agmm.runtime.portable import PortableGather, PortableScatter
 
 _Workspace = TypeVar("_Workspace")
 
@@ -208,7 +208,7 @@ def scatter_copies(group: dist.ProcessGroup, device: torch.device) -> ScatterCop
 
 def portable_gathers(group: dist.ProcessGroup, device: torch.device) -> PortableGather:
     """The workspace of ``group`` on ``device`` for all-gathers beside products of the library."""
-    from agmm.runtime.portable import PortableGather
+    from agmm.runtime.cuda_portable import PortableGather
 
     collectives = collectives_workspace(group, device)
     return _kept(_portable, partial(PortableGather, collectives=collectives), group, device)
@@ -216,7 +216,7 @@ def portable_gathers(group: dist.ProcessGroup, device: torch.device) -> Portable
 
 def portable_scatters(group: dist.ProcessGroup, device: torch.device) -> PortableScatter:
     """The workspace of ``group`` on ``device`` for products of the library that are scattered."""
-    from agmm.runtime.portable import PortableScatter
+    from agmm.runtime.cuda_portable import PortableScatter
 
     make = partial(PortableScatter, collectives=collectives_workspace(group, device))
     return _kept(_portable_scatters, make, group, device)
