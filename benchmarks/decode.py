@@ -42,21 +42,24 @@ from benchmarks.few_rows import read_gb_per_s
 EPS = 1e-6
 BACKEND, SYMMETRIC = "backend", "one-shot"
 PARTS, OURS, STREAMED = "agmm-parts", "agmm", "agmm-streamed"
+ONE_KERNEL = "agmm-one-kernel"
 WORDS = {
     BACKEND: "torch.mm, all_reduce of NCCL (gloo on CPUs), an addition, torch's rms_norm",
     SYMMETRIC: "torch.mm, torch.ops.symm_mem.one_shot_all_reduce, an addition, torch's rms_norm",
     PARTS: "agmm.matmul_all_reduce with the residual, torch's rms_norm",
     OURS: "agmm.matmul_all_reduce_rms_norm",
-    STREAMED: "the same, and the column-parallel products by the kernel that agmm plans for them",
+    ONE_KERNEL: 'agmm.matmul_all_reduce_rms_norm(config="streamed"): product and sum in a kernel',
+    STREAMED: "as agmm, and the column-parallel products by the kernel that agmm plans for them",
 }
 """The ways by name, as the output explains them."""
-ON_GPUS = (SYMMETRIC, STREAMED)
+ON_GPUS = (SYMMETRIC, ONE_KERNEL, STREAMED)
 """The ways that CPU ranks do not have."""
 LOOKS = {
     BACKEND: (figures.GREY, "s"),
     SYMMETRIC: (figures.SKY, "^"),
     PARTS: (figures.ORANGE, "o"),
     OURS: (figures.VERMILION, "o"),
+    ONE_KERNEL: (figures.BLUE, "v"),
     STREAMED: (figures.PURPLE, "D"),
 }
 """The colour and the marker of each way."""
@@ -149,9 +152,11 @@ class Chain:
     def _sums(self, way: str, x: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """What multiplies by a row-parallel weight, sums, adds the residual and norms."""
         hidden = (self.sizes.hidden,)
-        if way in (OURS, STREAMED):
+        if way in (OURS, STREAMED, ONE_KERNEL):
+            is_one = way == ONE_KERNEL
+            options: dict[str, Any] = {"config": "streamed" if is_one else None, "strict": is_one}
             return lambda a, b, residual, weight: agmm.matmul_all_reduce_rms_norm(
-                a.contiguous(), b, residual, weight, EPS
+                a.contiguous(), b, residual, weight, EPS, **options
             )
         if way == PARTS:
 

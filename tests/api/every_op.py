@@ -280,6 +280,8 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
         yield Call(op, added, {}, flops, True)
         yield Call(op, by_copies, {"config": "portable"}, flops, True)
         yield Call(op, alone, {"batch_invariant": True}, flops, True)
+        streamed = {name: tensor.clone() for name, tensor in added.items()}
+        yield Call(op, streamed, {"config": "streamed"}, flops, True)
     yield from _normed_sums(make, flops)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
@@ -336,6 +338,7 @@ def _normed_sums(make: _Maker, flops: int) -> Iterator[Call]:
         for batch_invariant in (False, True):
             settings = eps | {"batch_invariant": batch_invariant}
             yield Call(op, operands(), settings, flops, True)
+    yield Call(public, operands(), eps | {"config": "streamed"}, flops, True)
     yield Call(public, operands(), eps | {"quantize_out": "block"}, flops, False)
     scaled = operands() | {"scale_out": make.scales()}
     yield Call(public, scaled, eps | {"quantize_out": "tensorwise"}, flops, False)

@@ -75,6 +75,7 @@ def test_shapes_without_data(group: str) -> None:
         ({"eps": -1.0}, "eps: found -1.0"),
         ({"eps": "1"}, "eps: found '1'"),
         ({"bias": torch.zeros(3)}, r"bias: found shape \(3,\)"),
+        ({"config": "portable"}, "config: found 'portable', wanted 'streamed' or None"),
         ({"strict": 1}, "strict: found 1"),
         ({"batch_invariant": 1}, "batch_invariant: found 1"),
         ({"quantize_out": "int8"}, "quantize_out: found 'int8'"),

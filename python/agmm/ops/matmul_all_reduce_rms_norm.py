@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from agmm.errors import InvalidArgument
 from agmm.ops import invariant, kept, quantized_outs
 from agmm.ops.checks import (
     check_flag,
@@ -20,6 +21,7 @@ from agmm.ops.library import define, library
 from agmm.ops.normed_all_reduce import NAME, Normed, NormedAllReduce, check_norm, norm_of
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.pipeline import serve
+from agmm.ops.streamed_all_reduce import STREAMED
 from agmm.runtime import groups
 from agmm.runtime.calls import part_of
 
@@ -37,6 +39,7 @@ class _Arguments(NamedTuple):
     world_size: int
     strict: bool = False
     batch_invariant: bool = False
+    config: str = ""
 
     def check(self) -> None:
         check_reducible(self.A, self.B, self.bias)
@@ -47,6 +50,9 @@ class _Arguments(NamedTuple):
 def _impl(call: _Arguments, keep_as: Any = None) -> Normed:
     group = groups.group_of_size(call.group_name, call.world_size)
     settings = {"strict": call.strict, "batch_invariant": call.batch_invariant}
+    settings["streamed"] = call.config == STREAMED
+    if call.batch_invariant:
+        invariant.check_config(call.config)
     return serve(NormedAllReduce(call[:5], call.eps, group, **settings), keep_as)
 
 
@@ -76,7 +82,7 @@ def _autograd(*given: Any) -> Normed:
     with part_of(NAME):
         total: torch.Tensor = torch.ops.agmm._matmul_all_reduce.default(
             *(call.A, call.B, call.bias, call.group_name, call.world_size, call.strict),
-            *(call.residual, "", call.batch_invariant),
+            *(call.residual, call.config, call.batch_invariant),
         )
     normed = norm_of(total, call.weight, call.eps, row_by_row=call.batch_invariant)
     return normed, total
@@ -95,6 +101,7 @@ def matmul_all_reduce_rms_norm(
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     bias: torch.Tensor | None = ...,
+    config: str | None = ...,
     quantize_out: None = ...,
     scale_out: None = ...,
     batch_invariant: bool | None = ...,
@@ -112,6 +119,7 @@ def matmul_all_reduce_rms_norm(
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     bias: torch.Tensor | None = ...,
+    config: str | None = ...,
     quantize_out: str,
     scale_out: torch.Tensor | None = ...,
     batch_invariant: bool | None = ...,
@@ -128,6 +136,7 @@ def matmul_all_reduce_rms_norm(
     group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     bias: torch.Tensor | None = None,
+    config: str | None = None,
     quantize_out: str | None = None,
     scale_out: torch.Tensor | None = None,
     batch_invariant: bool | None = None,
@@ -153,6 +162,8 @@ def matmul_all_reduce_rms_norm(
         eps: is added to the mean of the squares of a row of N.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         bias: [N], the same on all ranks; added once.
+        config: ``"streamed"`` for the sum by one kernel, as `matmul_all_reduce` has it, then
+            torch's norm; None for the chosen way.
         quantize_out: ``"rowwise"``, ``"block"`` (1 × 128) or ``"tensorwise"``: return the norm in
             float8_e4m3fn with the scales that the next op's A wants, as `all_gather_matmul` returns
             its result. Without a gradient.
@@ -180,14 +191,18 @@ def matmul_all_reduce_rms_norm(
         normed, total = matmul_all_reduce_rms_norm(
             *(A, B, residual, weight, eps, group),
             bias=bias,
+            config=config,
             batch_invariant=batch_invariant,
             strict=strict,
         )
         return quantised(normed), total
+    config = config or ""
+    if config not in ("", STREAMED):
+        raise InvalidArgument(f"config: found {config!r}, wanted {STREAMED!r} or None")
     batch_invariant = invariant.is_asked(batch_invariant)
     keep_as = None
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
-        keep_as = kept.kind_on_gpu((NAME, eps, batch_invariant), strict, *given)
+        keep_as = kept.kind_on_gpu((NAME, eps, batch_invariant, config), strict, *given)
     if keep_as is not None:
         again: Normed | None = kept.call_kept(groups.resolved(group), keep_as, *given)
         if again is not None:
@@ -200,7 +215,7 @@ def matmul_all_reduce_rms_norm(
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     check_norm(given[0], given[1], residual, given[4], eps)
-    call = _Arguments(*given, float(eps), group_name, world_size, strict, batch_invariant)
+    call = _Arguments(*given, float(eps), group_name, world_size, strict, batch_invariant, config)
     there = [tensor for tensor in given if tensor is not None]
     if not is_watched() and all(map(is_plain, there)):
         return _impl(call, keep_as)

@@ -15,6 +15,7 @@ from agmm.ops.checks import FLOATS, check_dtype, check_eps, check_operand, check
 from agmm.ops.invariant_all_reduce import InvariantAllReduce, streamed
 from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce
+from agmm.ops.streamed_all_reduce import StreamedAllReduce
 from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import Method, collective_method
 from agmm.planning.problems import KernelConfig
@@ -66,6 +67,12 @@ class _Sum(PlainAllReduce):
     learns = False  # what it shares with sums that are not normed
 
 
+class _StreamedSum(StreamedAllReduce):
+    """The sum with its residual, by one kernel that streams the weight."""
+
+    op = NAME
+
+
 class _InvariantSum(InvariantAllReduce):
     """The sum with its residual, of which no row depends on how many others there are."""
 
@@ -92,6 +99,7 @@ class NormedAllReduce(OpCall[Normed]):
             norm's weight [N].
         eps: is added to the mean of a row's squares.
         batch_invariant: the bits of a row do not depend on how many rows there are.
+        streamed: the sum is that of `StreamedAllReduce`.
     """
 
     learns = False
@@ -104,9 +112,12 @@ class NormedAllReduce(OpCall[Normed]):
         *,
         strict: bool,
         batch_invariant: bool = False,
+        streamed: bool = False,
     ) -> None:
         A, B, bias, self.residual, self.weight = operands
-        kind = _InvariantSum if batch_invariant else _Sum
+        kind: type[PlainAllReduce] = _StreamedSum if streamed else _Sum
+        if batch_invariant:
+            kind = _InvariantSum
         self.sum = kind(A, B, bias, group, strict, self.residual)
         self.eps, self.is_invariant = eps, batch_invariant
         self.group, self.device, self.strict = group, self.sum.device, strict
@@ -137,7 +148,7 @@ class NormedAllReduce(OpCall[Normed]):
 
     def _packets(self, of_sum: Route) -> _Packets | None:
         """How the sum goes by packets, or None where it does not, on all ranks alike."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or isinstance(self.sum, _StreamedSum):
             return None
         product = self.sum.A.new_empty(1, 1).expand(self.sum.rows, self.sum.columns)
         method = _method(product, self.group, self.is_invariant)

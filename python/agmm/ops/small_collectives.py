@@ -159,6 +159,16 @@ def has_norm(method: Method, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return _core_method("all_reduce", method, x, group) in _NORMED
 
 
+def goes_by_packets(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether packets may pass over the group's links, for an all-reduce of ``x``. The same on all
+    ranks, as long as they call with the same shapes and dtypes."""
+    try:
+        method = _core_method("all_reduce", "one_shot", x, group)
+    except Unsupported:
+        return False
+    return method == _core.CollectiveMethod.one_shot
+
+
 _NORMED = (_core.CollectiveMethod.one_shot, _core.CollectiveMethod.two_shot)
 
 
