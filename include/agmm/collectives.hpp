@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "agmm/async_input_mm.hpp"
 #include "agmm/limits.hpp"
 
 namespace agmm {
@@ -62,6 +63,16 @@ struct Beside {
 /// partial sums of 1 KiB.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
+/// all_reduce(A @ B) (+ bias) (+ residual) of few rows in one kernel: a streaming kernel multiplies
+/// and sends its sums, rounded, to all ranks, or in two shots to the rank that adds them up for
+/// all. They are added in the order of the ranks in float32, and what bias and residual add to is
+/// rounded once. Every rank and either method gets the same bits, in every call.
+struct StreamedSum {
+  AsyncInputArgs matmul{};         // its A has come; rank, limit and multiprocessors are filled in
+  void const* residual = nullptr;  // [m, n] of the dtype of out, the same on all ranks; or null
+  CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot
+};
+
 /// A call without elements, which moves nothing: it ends when all ranks have come to it. No other
 /// kind of call has its tag, so a rank whose call does have elements is found out.
 struct Meeting {
@@ -113,6 +124,7 @@ class Collectives {
   bool operator()(Collective const& call, ResidualNorm const& norm, void* stream);
   bool operator()(Collective const& call, Beside const& beside, void* stream);
   bool operator()(Meeting const& meeting, void* stream);
+  bool operator()(StreamedSum const& call, void* stream);
 
   /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or
   /// the last one of the capture that `stream` is in. Calls of other workspaces of the group need

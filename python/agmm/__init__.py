@@ -23,6 +23,7 @@ if not _installation.is_light_command():
         )
         from agmm.ops.learning import learn_plans
         from agmm.ops.matmul_all_reduce import matmul_all_reduce
+        from agmm.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
         from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
         from agmm.ops.recordings import record
         from agmm.ops.scaled_matmul_all_reduce import scaled_matmul_all_reduce
@@ -66,6 +67,7 @@ __all__ = [
     "grouped_matmul_reduce_scatter",
     "learn_plans",
     "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
     "moe",
     "record",

@@ -100,6 +100,7 @@ __all__: list[str] = [
     "split_scratch_bytes",
     "stream_id",
     "streaming_splits",
+    "streams_sum",
     "stress_delays",
     "stretch_chunks",
     "tile_order",
@@ -823,6 +824,16 @@ class CudaCollectives:
         """
         Sets the routes of the method relayed: (owner, source, target) of each transfer.
         """
+    def streamed_all_reduce(
+        self,
+        method: CollectiveMethod,
+        problem: MatmulProblem,
+        addresses: collections.abc.Sequence[int],
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues out = all_reduce(a @ b) (+ bias) (+ residual) of few rows as one kernel, a streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there is none. Returns whether the stream is being captured.
+        """
     @property
     def slot_bytes(self) -> int: ...
 
@@ -1379,6 +1390,11 @@ def stream_id(stream: int) -> int:
 def streaming_splits(n: int, k: int) -> int:
     """
     The splits of K that a streaming kernel has for a B of this size, whatever M is.
+    """
+
+def streams_sum(method: CollectiveMethod, m: int, n: int, slot_bytes: int, world_size: int) -> bool:
+    """
+    Whether streamed_all_reduce, in one shot or two, has room for a sum of so many rows and columns.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:

@@ -10,6 +10,8 @@
 
 #include "agmm/collectives.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/matmul_problem.hpp"
+#include "order/streaming.hpp"
 #include "symmetric/collective_layout.hpp"
 
 namespace py = pybind11;
@@ -84,6 +86,22 @@ bool meet(Collectives& collectives, CollectiveMethod method, uintptr_t in, uintp
   return collectives(meeting, reinterpret_cast<void*>(stream));
 }
 
+bool streamed_all_reduce(Collectives& collectives, CollectiveMethod method,
+                         const agmm::MatmulProblem& problem,
+                         const std::vector<uintptr_t>& addresses, uintptr_t stream) {
+  agmm::StreamedSum call;
+  call.method = method;
+  call.matmul = problem.args;
+  agmm::Addresses at(addresses, 5);
+  call.matmul.operands.a = at.next<void>();
+  call.matmul.operands.b = at.next<void>();
+  call.matmul.operands.bias = at.next<void>();
+  call.residual = at.next<void>();
+  call.matmul.operands.out = at.next<void>();
+  call.matmul.limit_ns = agmm::limit_ns();
+  return collectives(call, reinterpret_cast<void*>(stream));
+}
+
 void relay_over(Collectives& collectives, const std::vector<std::array<int32_t, 3>>& moves) {
   std::vector<agmm::RelayMove> found;
   for (const auto& [owner, source, target] : moves) found.push_back({owner, source, target});
@@ -113,6 +131,16 @@ void bind_collectives(py::module_& m) {
   m.attr("MAX_COLLECTIVE_RANKS") = agmm::kMaxExchangeRanks;
   m.attr("MAX_COLLECTIVE_CTAS") = agmm::kMaxExchangeCtas;
   m.attr("MAX_NORM_ROW_BYTES") = agmm::kMaxNormRowBytes;
+  m.def(
+      "streams_sum",
+      [](CollectiveMethod method, int64_t m, int n, std::size_t slot_bytes, int world_size) {
+        const CollectiveLayout layout(slot_bytes, world_size);
+        const int owners = method == CollectiveMethod::TwoShot ? world_size : 1;
+        return agmm::streamed_packets(m, n, owners) <= int64_t(layout.groups(Carrier::Packets));
+      },
+      py::arg("method"), py::arg("m"), py::arg("n"), py::arg("slot_bytes"), py::arg("world_size"),
+      "Whether streamed_all_reduce, in one shot or two, has room for a sum of so many rows and "
+      "columns.");
   m.attr("COLLECTIVE_PACKET_BYTES") = CollectiveLayout::kPacketBytes;  // of a slot
   m.def(
       "capture_of",
@@ -171,6 +199,11 @@ void bind_collectives(py::module_& m) {
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
            "Enqueues an all_reduce whose sum is added to the residual, which gives out, and "
            "normalised, which gives normed. Returns whether the stream is being captured.")
+      .def("streamed_all_reduce", &streamed_all_reduce, py::arg("method"), py::arg("problem"),
+           py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "Enqueues out = all_reduce(a @ b) (+ bias) (+ residual) of few rows as one kernel, a "
+           "streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there "
+           "is none. Returns whether the stream is being captured.")
       .def("all_gather_two", &all_gather_two, py::arg("method"), py::arg("input"), py::arg("out"),
            py::arg("nbytes"), py::arg("second"), py::arg("second_out"), py::arg("second_nbytes"),
            py::arg("stream"), py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),

@@ -14,6 +14,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
+#include "bindings/matmul_problem.hpp"
 #include "gemm/tile_times.hpp"
 #include "symmetric/layout.hpp"
 
@@ -24,21 +25,18 @@ namespace {
 using agmm::Addresses;
 using agmm::AsyncInputArgs;
 using agmm::BTuple;
+using agmm::ChunksTuple;
 using agmm::DType;
 using agmm::Format;
 using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
 using agmm::layout;
 using agmm::limit_ns;
+using agmm::MatmulProblem;
 using agmm::NamedEpilogue;
 using agmm::pointer;
+using agmm::SizeTuple;
 using agmm::WorkspaceLayout;
-
-// The tuple holds M, N and K.
-using SizeTuple = std::tuple<int, int, int>;
-
-// The tuple holds the chunks of rows, the chunks of columns and the chunk computed first.
-using ChunksTuple = std::tuple<int, int, int>;
 
 // The tuple holds the kind of transport and, for SM push, the parts, the columns of a chunk, the
 // first peers and the head chunks.
@@ -48,41 +46,6 @@ std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
   return "B [" + std::to_string(k) + ", " + std::to_string(n) + "] " +
          (b_layout == agmm::BLayout::RowMajor ? "row-major" : "column-major");
 }
-
-/// A matmul without the addresses of its tensors.
-struct MatmulProblem {
-  AsyncInputArgs args;
-
-  MatmulProblem(const SizeTuple& size, const BTuple& b, const Format& format,
-                const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count,
-                const std::string& activation, int64_t up_leading) {
-    const auto& [m, n, k] = size;
-    const auto& [chunks_m, chunks_k, pivot] = chunks;
-    const NamedEpilogue named(activation);
-    args.problem = {m,
-                    named.columns_of_b(n),
-                    k,
-                    format.dtype,
-                    layout(b.first),
-                    format.accumulation,
-                    named.epilogue,
-                    named.activation};
-    args.operands.ldb_up = up_leading;
-    args.config = config;
-    args.operands.ldb = b.second;
-    args.operands.scales = format.scale_layout();
-    args.arrival = {nullptr, 1, chunks_m, chunks_k, pivot, {}};
-    args.arrival.senders.chunks_per_rank = 0;
-    args.rank = rank;
-    args.sm_count = sm_count;
-  }
-
-  std::string str() const {
-    return "MatmulProblem(" + args.problem.str() + ", chunks " +
-           std::to_string(args.arrival.chunks_m) + "x" + std::to_string(args.arrival.chunks_k) +
-           " from " + std::to_string(args.arrival.pivot) + ", " + agmm::in_words(args.config) + ")";
-  }
-};
 
 void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
                     uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {

@@ -67,6 +67,7 @@ bool Collectives::operator()(Collective const&, ResidualNorm const&, void*) { re
 bool Collectives::operator()(Collective const&, Beside const&, void*) { refuse(); }
 void Collectives::precede(void*) { refuse(); }
 bool Collectives::operator()(Meeting const&, void*) { refuse(); }
+bool Collectives::operator()(StreamedSum const&, void*) { refuse(); }
 void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
 
 struct RowDispatcher::Impl {};

@@ -3,16 +3,27 @@
 #pragma once
 
 #include "agmm/async_input_mm.hpp"
+#include "collectives/exchange.hpp"
 #include "sync/release.hpp"
 #include "sync/wait_limit.hpp"
 #include "transport/sm_push.hpp"
 
 namespace agmm {
 
+/// The sum over the ranks that a streaming kernel makes of its product.
+struct StreamedExchange {
+  ExchangeArgs args{};             // of one rank: there is none
+  void const* residual = nullptr;  // that is added to the sum, or null
+  bool is_shared = false;          // each packet is summed by one rank, in two shots
+
+  bool is_there() const { return args.world_size > 1; }
+};
+
 struct CallSpec {
   AsyncInputArgs matmul{};
-  Release release{};           // what the kernel does when it has read A
-  SmPushArgs push{};           // what its spare warps push; a null shard: nothing
+  Release release{};  // what the kernel does when it has read A
+  SmPushArgs push{};  // what its spare warps push; a null shard: nothing
+  StreamedExchange exchange{};
   ReportPlace report_place{};  // filled in by the launcher
   // Whether the kernel may be set up while the one ahead of it in the stream still runs, where that
   // is a kernel. It may for matmuls for which no other kernel on this GPU has to make room.

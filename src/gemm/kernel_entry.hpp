@@ -22,8 +22,9 @@ struct KernelVariant {
 
 struct KernelEntry {
   KernelFacts facts;
-  /// `full` serves every call, `lean` those that neither push nor store A. It is half the code, and
-  /// a multiprocessor that has run other kernels meanwhile fetches code from L2 as it comes to it:
+  /// `full` serves every call, `lean` those that neither push nor store A; of streaming kernels
+  /// `full` sums over the ranks, and `lean` serves every other call. It is half the code, and a
+  /// multiprocessor that has run other kernels meanwhile fetches code from L2 as it comes to it:
   /// calls of few rows take up to a tenth less by `lean`.
   KernelVariant full;
   KernelVariant lean;

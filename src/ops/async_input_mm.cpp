@@ -169,7 +169,8 @@ void load_kernels() {
 
 PreparedMatmul prepare(CallSpec const& given) {
   KernelEntry const& entry = check(given.matmul);
-  bool const is_lean = given.push.shard == nullptr && given.matmul.operands.a_out == nullptr;
+  bool const is_lean = given.push.shard == nullptr && given.matmul.operands.a_out == nullptr &&
+                       !given.exchange.is_there();
   KernelVariant const& kernel = is_lean ? entry.lean : entry.full;
   CallSpec call = given;
   call.report_place = report_place(call.matmul.rank, call.matmul.arrival.senders.chunks_per_rank);
@@ -194,13 +195,15 @@ PreparedMatmul prepare(CallSpec const& given) {
   return prepared;
 }
 
-PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) {
+CallSpec call_of(AsyncInputArgs const& args) {
   CallSpec call;
   call.matmul = args;
   call.weight_is_ahead = early_start() == "weights";
   call.starts_early = call.weight_is_ahead || early_start() == "on";
-  return prepare(call);
+  return call;
 }
+
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) { return prepare(call_of(args)); }
 
 void PreparedMatmul::launch(void* stream) const {
   check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream)), "kernel launch");

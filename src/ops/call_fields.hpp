@@ -22,7 +22,14 @@ AGMM_FIELDS(SmPushArgs::Place, rows, signals);
 AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_vectors, order,
             first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go);
 AGMM_FIELDS(ReportPlace, report, report_lock, late);
-AGMM_FIELDS(CallSpec, matmul, release, push, report_place, starts_early, weight_is_ahead);
+AGMM_FIELDS(WaitLimit, place, limit_ns, senders, rank);
+AGMM_FIELDS(SecondTensor, in, out, out_stride, first, whole, elements);
+AGMM_FIELDS(ExchangeArgs, rank, world_size, in, out, in_stride, out_stride, segment, groups, end,
+            whole, elements, scale, tag, second, slots, slot_bytes, stretch_bytes, thread_groups,
+            blocks, signals, signal_slot_bytes, turns, own_packets, own_signals,
+            packet_stretch_bytes, limit);
+AGMM_FIELDS(StreamedExchange, args, residual, is_shared);
+AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);

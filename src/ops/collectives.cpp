@@ -8,7 +8,10 @@
 #include <utility>
 
 #include "collectives/exchange.hpp"
+#include "gemm/kernel_facts.hpp"
+#include "ops/prepare.hpp"
 #include "ops/refuse.hpp"
+#include "order/streaming.hpp"
 #include "runtime/cuda.hpp"
 #include "runtime/ordered_calls.hpp"
 #include "symmetric/collective_layout.hpp"
@@ -274,6 +277,8 @@ struct Collectives::Impl {
                cudaStream_t stream) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
   void enqueue(Collective const& call, Beside const& beside, cudaStream_t stream) const;
+  PreparedMatmul prepared(StreamedSum const& call, uint32_t tag) const;
+  void check(StreamedSum const& call) const;
   void check_relays(CollectiveMethod method) const {
     if (method == CollectiveMethod::Relayed && !has_relays) {
       refuse("method", "relayed", "a call of relay_over before, or another method");
@@ -446,6 +451,41 @@ void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm
   }
 }
 
+void Collectives::Impl::check(StreamedSum const& call) const {
+  Problem const& problem = call.matmul.problem;
+  KernelShape const& shape = call.matmul.config.shape;
+  if (!is_streaming(shape)) refuse("config", shape.str(), "a streaming kernel");
+  if (problem.epilogue != Epilogue::Bias || call.matmul.arrival.signals != nullptr) {
+    refuse("problem", problem.str(), "a product of rows that are there, without an activation");
+  }
+  bool const is_shared = call.method == CollectiveMethod::TwoShot;
+  if (!is_shared && call.method != CollectiveMethod::OneShot) {
+    refuse("method", name(call.method), "one-shot or two-shot");
+  }
+  int64_t const packets = streamed_packets(problem.m, problem.n, is_shared ? world_size() : 1);
+  int64_t const most = static_cast<int64_t>(layout.groups(Carrier::Packets));
+  if (packets > most) {
+    refuse("A",
+           "M=" + std::to_string(problem.m) + ", a sum of " + std::to_string(packets) + " packets",
+           "at most " + std::to_string(most));
+  }
+  if (reinterpret_cast<uintptr_t>(call.residual) % sizeof(uint32_t) != 0) {
+    refuse("residual", "an address that is no multiple of 4 bytes", "one that is");
+  }
+}
+
+PreparedMatmul Collectives::Impl::prepared(StreamedSum const& call, uint32_t tag) const {
+  Collective sum;
+  sum.limit_ns = call.matmul.limit_ns;
+  CallSpec spec = call_of(call.matmul);
+  spec.matmul.rank = rank;
+  spec.matmul.sm_count = sm_count;
+  spec.exchange.args = args_of(sum, tag, 1);
+  spec.exchange.residual = call.residual;
+  spec.exchange.is_shared = call.method == CollectiveMethod::TwoShot;
+  return prepare(spec);
+}
+
 std::size_t Collectives::workspace_bytes(std::size_t slot_bytes, int world_size) {
   return CollectiveLayout(slot_bytes, world_size).bytes();
 }
@@ -507,6 +547,22 @@ bool Collectives::operator()(Meeting const& meeting, void* stream) {
     uint32_t const tag = tag_of(meeting);
     impl_->note(tag, meeting.words);
     return [this, call, tag](cudaStream_t on) { impl_->enqueue(call, tag, kWithoutElements, on); };
+  });
+}
+
+bool Collectives::operator()(StreamedSum const& call, void* stream) {
+  return impl_->ordered.make(stream, [&] {
+    impl_->check(call);
+    Problem const& problem = call.matmul.problem;
+    KernelConfig const& config = call.matmul.config;
+    // The ranks have to have the same CTAs, whose number follows from these.
+    std::string const words = name(call.method) + " streamed sum of " + problem.str() + " by " +
+                              config.shape.str() + " with " + std::to_string(config.splits) +
+                              " splits on " + std::to_string(impl_->sm_count) + " multiprocessors";
+    uint32_t const tag = call_tag(problem.m, problem.n, words, false);
+    PreparedMatmul const prepared = impl_->prepared(call, tag);
+    impl_->note(tag, words);
+    return [prepared](cudaStream_t on) { prepared.launch(on); };
   });
 }
 

@@ -15,6 +15,13 @@ namespace agmm {
 constexpr int32_t kStreamedK = 128;
 /// The columns of out in one wgmma's rows.
 constexpr int32_t kStreamedColumns = 64;
+/// The packets in which a row's sums of so many columns travel, 6 columns of 16 bits in each.
+constexpr int32_t kUnitPackets = 11;
+/// The most packets that a rank sends to another in a step, of a product of so many rows and
+/// columns, where each of so many ranks sums an equal share of them.
+AGMM_HOST_DEVICE constexpr int64_t streamed_packets(int64_t m, int32_t n, int owners) {
+  return (m * ceil_div(n, kStreamedColumns) * kUnitPackets + owners - 1) / owners;
+}
 /// The largest cluster of CTAs that every Hopper runs.
 constexpr int32_t kMaxStreamingCluster = 8;
 

@@ -10,11 +10,13 @@ namespace agmm {
 
 /// The barriers that agmm uses: from 8 on, which CUTLASS's kernels leave to others
 /// (cutlass::arch::ReservedNamedBarriers). A CTA that only pushes has no tile, and none of
-/// CUTLASS's barriers; nor has a grouped matmul, whose consumers stage their results.
+/// CUTLASS's barriers; nor has a grouped matmul, whose consumers stage their results, or a
+/// streaming kernel.
 enum class NamedBarrier : int {
   kTailCopied = 1,
   kStagedByFirst = 2,
   kStagedBySecond = 3,
+  kTurnSeen = 4,
   kSplitK = 8,
   kFirstItemClaimed = 9,
   kFirstItemCopied = 10,

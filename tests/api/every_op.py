@@ -280,6 +280,9 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
         yield Call(op, added, {}, flops, True)
         yield Call(op, by_copies, {"config": "portable"}, flops, True)
         yield Call(op, alone, {"batch_invariant": True}, flops, True)
+        streamed = {name: tensor.clone() for name, tensor in added.items()}
+        yield Call(op, streamed, {"config": "streamed"}, flops, True)
+    yield from _normed_sums(make, flops)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
             "A": make.fp8(*shape),
@@ -315,6 +318,30 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     settings = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     alone = {name: scaled[name].detach().clone() for name in scaled} | {"B": make.weight()}
     yield Call("agmm::_scaled_matmul", alone, settings, flops, False)
+
+
+def _normed_sums(make: _Maker, flops: int) -> Iterator[Call]:
+    leading = make.sizes.leading
+
+    def operands() -> dict[str, Any]:
+        return {
+            "A": make.numbers(*leading, K),
+            "B": make.numbers(K, N),
+            "bias": make.numbers(N),
+            "residual": make.numbers(*leading, N),
+            "weight": make.numbers(N),
+        }
+
+    eps: _Settings = {"eps": 1e-6}
+    public = "agmm.matmul_all_reduce_rms_norm"
+    for op in (public, "agmm::_matmul_all_reduce_rms_norm"):
+        for batch_invariant in (False, True):
+            settings = eps | {"batch_invariant": batch_invariant}
+            yield Call(op, operands(), settings, flops, True)
+    yield Call(public, operands(), eps | {"config": "streamed"}, flops, True)
+    yield Call(public, operands(), eps | {"quantize_out": "block"}, flops, False)
+    scaled = operands() | {"scale_out": make.scales()}
+    yield Call(public, scaled, eps | {"quantize_out": "tensorwise"}, flops, False)
 
 
 def _collectives(make: _Maker) -> Iterator[Call]:

@@ -83,8 +83,8 @@ def _gradient_fault(
 _NAMES = {
     "out": {"out", "x"},
     "residual_out": {"x"},
-    "residual": {"x"},
-    "weight": {"x"},
+    "residual": {"residual", "x"},
+    "weight": {"weight", "x"},
     "a": {"a, b"},
     "b": {"a, b"},
     **{name: {name, name.removesuffix("s")} for name in ("As", "Bs", "scale_as", "scale_bs")},

@@ -86,6 +86,9 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "matmul_all_reduce": lambda rank: agmm.matmul_all_reduce(
         _bad((6, 3), (4, 2), rank), torch.ones(3, 2)
     ),
+    "matmul_all_reduce_rms_norm": lambda rank: agmm.matmul_all_reduce_rms_norm(
+        _bad((6, 3), (4, 2), rank), torch.ones(3, 2), torch.ones(6, 2), torch.ones(2)
+    ),
     "all_gather": lambda rank: _ops.all_gather(_bad((4, 3), (0, 1), rank).t()),
     "reduce_scatter": lambda rank: _ops.reduce_scatter(_bad((4, 3), (0, 1), rank), op="avg"),
     "all_reduce": lambda rank: _ops.all_reduce(_bad((4,), (2,), rank).bfloat16()),
@@ -273,6 +276,15 @@ def _arguments() -> dict[str, dict[str, Any]]:
             "B": B,
             "bias": bias,
             "residual": torch.ones(4 * size, 16),
+            **group,
+        },
+        "_matmul_all_reduce_rms_norm": {
+            "A": A,
+            "B": B,
+            "bias": bias,
+            "residual": torch.ones(4 * size, 16),
+            "weight": bias,
+            "eps": 1e-6,
             **group,
         },
         "_all_gather": {"x": A, "dim": 0, **group},

@@ -65,6 +65,12 @@ def _norm(rows: int) -> Any:
     return agmm.collectives.all_reduce_rms_norm(x, x, torch.ones(K))[0]
 
 
+def _normed_sum(rows: int) -> Any:
+    residual, weight = torch.ones(rows, N), torch.ones(N)
+    op = agmm.matmul_all_reduce_rms_norm
+    return op(torch.ones(rows, K), torch.ones(K, N), residual, weight, strict=True)[0]
+
+
 def _tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tokens of a rank, a weight of two experts, and two experts of other ranks for each
     token."""
@@ -131,6 +137,7 @@ OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = 
         lambda rows: agmm.matmul_all_reduce(torch.ones(rows, K), torch.ones(K, N), strict=True),
         lambda rows: (rows, N),
     ),
+    "all-reduce, norm": (_normed_sum, lambda rows: (rows, N)),
     "all-reduce, fp8, strict": (
         lambda rows: _reduce_scaled(rows, strict=True),
         lambda rows: (rows, N),

@@ -15,6 +15,9 @@ FOUND = {  # op, tensor and index
     "scatter": ("matmul_reduce_scatter", "A @ B", "[4, 0] of [6, 2] float32"),
     "scatter unfused": ("matmul_reduce_scatter", "A @ B", "[4, 0] of [6, 4] float32"),
     "matmul_all_reduce": ("matmul_all_reduce", "A @ B", "[4, 0] of [6, 2] float32"),
+    "matmul_all_reduce_rms_norm": (
+        *("matmul_all_reduce_rms_norm", "A @ B", "[4, 0] of [6, 2] float32"),
+    ),
     "all_gather": ("all_gather", "x", "[1, 0] of [3, 4] float32"),
     "reduce_scatter": ("reduce_scatter", "x", "[0, 1] of [4, 3] float32"),
     "all_reduce": ("all_reduce", "x", "[2] of [4] bfloat16"),
@@ -94,6 +97,7 @@ SENT: dict[str, set[str]] = {
     "_matmul_reduce_scatter": {"As", "Bs"},
     "_scaled_matmul_reduce_scatter": {"As", "Bs", "scale_as", "scale_bs"},
     "_matmul_all_reduce": {"A", "B"},
+    "_matmul_all_reduce_rms_norm": {"A", "B"},
     "_scaled_matmul_all_reduce": {"A", "B", "scale_a", "scale_b"},
     "_all_gather": {"x"},
     "_reduce_scatter": {"x"},

@@ -356,6 +356,7 @@ def test_a_destroyed_group_is_not_served_by_another_one_of_its_name() -> None:
             lambda group: all_gather_matmul(A, B, group, quantize="tensorwise"),
             lambda group: agmm.matmul_reduce_scatter(A, B, group),
             lambda group: agmm.matmul_all_reduce(A, B, group),
+            lambda group: agmm.matmul_all_reduce_rms_norm(A, B, A, A[0], group=group),
             lambda group: agmm.all_gather_scaled_matmul(F8, F8, one, one, group),
             lambda group: agmm.scaled_matmul_reduce_scatter(F8, F8, one, one, group),
             lambda group: agmm.scaled_matmul_all_reduce(F8, F8, one, one, group),

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import normed_sum_work
 import torch
 import torch.distributed as dist
 from gpu_work import COPY_SLOT_BYTES, group_of, last_ranks
@@ -263,6 +264,18 @@ def normed(world_size: int) -> list[str] | None:
                     faults.append(f"rank {rank}: {rows} x {row}, turn {turn}")
         del graph
     return faults
+
+
+def normed_sums(world_size: int) -> list[str] | None:
+    """`agmm.matmul_all_reduce_rms_norm` of some and of many rows, and of rows among others."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    faults = []
+    for shape in (*normed_sum_work.SHAPES, ((4,), 8192, 1024), ((600,), 4096, 512)):
+        for dtype in (torch.bfloat16, torch.float16):
+            faults += normed_sum_work.wrong(group, shape, dtype, "cuda")
+    return faults + normed_sum_work.rows_alone(group, torch.bfloat16, "cuda", 4096)
 
 
 def over_relays(matrix: list[list[Link]]) -> list[str]:

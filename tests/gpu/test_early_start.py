@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import early_start_work
 import pytest
+import streamed_sum_work
 
 from agmm.testing.ranks import RankPool
 
@@ -35,3 +36,11 @@ def pool_of_weights() -> Iterator[RankPool]:
 def test_only_weights_are_ahead(pool_of_weights: RankPool, what: str, captured: bool) -> None:
     """Streaming kernels load B before the kernel ahead has ended, and nothing else."""
     pool_of_weights.run(early_start_work.behind_a_late_kernel, what, captured, True)
+
+
+@pytest.mark.skipif(not streamed_sum_work.KERNELS, reason="found no streaming kernel, wanted one")
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_sums_of_weights_that_are_ahead(pool_of_weights: RankPool, captured: bool) -> None:
+    """The kernel that sums over the ranks loads B before the kernel ahead has ended, and neither
+    loads A nor sends before."""
+    pool_of_weights.run(streamed_sum_work.behind_a_late_kernel, captured)

@@ -15,6 +15,7 @@ import grouped_work
 import pytest
 import scatter_gpu_work
 import scatter_stand_in
+import streamed_sum_work
 import stress_work
 from at_hand import GPUS, RANKS, needs_two
 
@@ -199,6 +200,22 @@ def test_one_gpu_finds_the_fault_of_a_combine(
         return combine_stand_in.wrong(4, min(batch, 60), calls)[:1]
 
     _check(capsys, lambda: _search(run), "combines on one GPU")
+
+
+@pytest.mark.skipif(
+    _core.fault != "no_wait" or not streamed_sum_work.KERNELS,
+    reason="found no streaming kernel whose sums await no packets",
+)
+@pytest.mark.timeout(SEARCH_S + 60)
+def test_one_gpu_finds_a_streamed_sum_that_does_not_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
+
+    def run(batch: int, calls: int) -> list[str]:
+        return streamed_sum_work.wrong_by_late_ranks(4, min(batch, 100), calls)
+
+    _check(capsys, lambda: _search(run), "streamed sums on one GPU")
 
 
 @needs_two

@@ -56,6 +56,12 @@ def test_a_norm_behind_an_all_reduce(gpu_pool: RankPool, world_size: int) -> Non
     check(gpu_pool.run(collectives_gpu_work.normed, world_size), world_size)
 
 
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4))
+def test_a_norm_behind_a_product(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.normed_sums, world_size), world_size)
+
+
 @pytest.mark.skipif(RANKS < 8, reason="a hybrid cube mesh has 8 ranks")
 def test_a_hybrid_cube_mesh_is_gone_round_pcie() -> None:
     with RankPool(8, "cuda") as pool:

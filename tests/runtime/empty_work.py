@@ -153,6 +153,9 @@ OPS: dict[str, Op] = {
     "all-reduce": lambda rows, group: agmm.matmul_all_reduce(
         _numbers(rows, K), _numbers(K, N), group, bias=_numbers(N)
     ),
+    "all-reduce, norm": lambda rows, group: agmm.matmul_all_reduce_rms_norm(
+        *(_numbers(rows, K), _numbers(K, N), _numbers(rows, N), _numbers(N)), group=group
+    ),
     "all-reduce, fp8": _all_reduce_of_fp8,
     "all-reduce, columns": lambda columns, group: agmm.matmul_all_reduce(
         _numbers(3, K), _numbers(K, columns), group, strict=True

@@ -119,6 +119,12 @@ OPS: dict[str, tuple[str, Callable[[int], Any]]] = {
         "matmul_all_reduce",
         lambda rows: agmm.matmul_all_reduce(torch.ones(rows, 16), torch.ones(16, 2)),
     ),
+    "matmul_all_reduce_rms_norm": (
+        "matmul_all_reduce_rms_norm",
+        lambda rows: agmm.matmul_all_reduce_rms_norm(
+            *(torch.ones(rows, 16), torch.ones(16, 2), torch.ones(rows, 2), torch.ones(2))
+        ),
+    ),
     "all_gather": ("all_gather", lambda rows: agmm.collectives.all_gather(torch.ones(rows, 2))),
     "background": (
         "all_gather",

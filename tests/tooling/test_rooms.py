@@ -35,6 +35,7 @@ CXX_KINDS = {
     "transport but push": (
         r"transport/(?!(sm_push|push_(cta|warp)|tile_push(_(return_)?device)?)\.hpp$)"
     ),
+    "symmetric but packets": r"symmetric/(?!collective_layout\.hpp$)",
     "testing": "testing/",
     **{role: f"{role}/" for role in ROLES},
 }
@@ -74,8 +75,8 @@ CXX_RULES = {
     "the transports' host code needs no CUTLASS": Rule(
         ("src/transport/*.cpp", "src/transport/all_gather.hpp"), ("cutlass",)
     ),
-    "matmuls know of transports what push needs": Rule(
-        ("src/gemm/**/*",), ("transport but push", "symmetric", "ops", "runtime", "cpu")
+    "matmuls know of transports what push needs, of collectives what packets do": Rule(
+        ("src/gemm/**/*",), ("transport but push", "symmetric but packets", "ops", "runtime", "cpu")
     ),
     "the CPU backend needs no CUDA": Rule(
         ("src/cpu/**/*", "src/sync/*.cpp"), ("cutlass", "cuda", "transport", "runtime", *MATMUL)
@@ -170,7 +171,7 @@ def _plant(root: Path, path: str, text: str) -> None:
             '"cutlass/cutlass.h"',
         ),
         (
-            "matmuls know of transports what push needs",
+            "matmuls know of transports what push needs, of collectives what packets do",
             "src/gemm/sm90/mainloop.hpp",
             '"transport/all_gather.hpp"',
         ),
@@ -192,6 +193,7 @@ def test_each_cxx_rule_can_fail(tmp_path: Path, name: str) -> None:
     samples = {"torch": "torch/a.h", "python": "Python.h", "cuda": "cuda.h"}
     samples |= {"scheduler": "agmm/persistent_async_input_scheduler.hpp"}
     samples |= {"launch": "agmm/async_input_mm.hpp", "transport but push": "transport/pull.hpp"}
+    samples |= {"symmetric but packets": "symmetric/layout.hpp"}
     rule = CXX_RULES[name]
     (path,) = rule.files[:1]
     file = path.replace("**/*", "file.hpp").replace("[!p]*", "file").replace("*", "file")
@@ -203,7 +205,7 @@ def test_each_cxx_rule_can_fail(tmp_path: Path, name: str) -> None:
 
 def test_what_push_needs_is_allowed_in_a_matmul(tmp_path: Path) -> None:
     _plant(tmp_path, "src/gemm/sm90/mainloop.hpp", '#include "transport/push_warp.hpp"\n')
-    rule = CXX_RULES["matmuls know of transports what push needs"]
+    rule = CXX_RULES["matmuls know of transports what push needs, of collectives what packets do"]
     assert cxx_violations(tmp_path, rule) == []
 
 

@@ -49,6 +49,7 @@ def calls(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     total: torch.Tensor = agmm.collectives.all_reduce(whole)
     work: agmm.collectives.Work = agmm.collectives.all_gather(part, async_op=True)
     normed, residual = agmm.collectives.all_reduce_rms_norm(whole, total, weight[0])
+    normed, residual = agmm.matmul_all_reduce_rms_norm(normed, weight, residual, weight[0])
     try:
         agmm.all_gather_matmul(x, weight.t(), strict=True)
     except agmm.Unsupported as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,7 @@ from agmm.collectives.functions import Group
 from agmm.collectives.paths import SYMMETRIC_MEMORY, choose
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops import small_collectives
-from agmm.ops.checks import check_operand
+from agmm.ops.checks import check_eps, check_operand
 from agmm.ops.library import library
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import part_of
@@ -40,8 +39,7 @@ def _check(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: f
             raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {x.dtype} as x")
         if tensor.device != x.device:
             raise InvalidArgument(f"{name}: found device {tensor.device}, wanted {x.device} as x")
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        raise InvalidArgument(f"eps: found {eps!r}, wanted a finite number of at least 0")
+    check_eps(eps)
 
 
 def _composite(
@@ -109,9 +107,8 @@ def _by_kernel(
     is_given = residual_out is not None and _may_receive(residual_out, (*read, normed))
     total = residual_out if residual_out is not None and is_given else torch.empty_like(x)
     try:
-        small_collectives.all_reduce_rms_norm(
-            path.method, x, residual, weight, normed, total, group, eps
-        )
+        norm = small_collectives.prepare_norm(path.method, x, group)
+        norm(x, residual, weight, normed, total, eps)
     except Unsupported:  # nothing was begun, on no rank; the all-reduce says why
         return None
     return normed, total

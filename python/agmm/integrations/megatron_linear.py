@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 from agmm.errors import Unsupported, warn_once
-from agmm.nn.replicated import column_product
+from agmm.nn._column_product import column_product
 from agmm.ops import accumulated
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.autograd import GradOfWeight

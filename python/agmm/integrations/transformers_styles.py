@@ -26,10 +26,10 @@ from agmm.integrations.sequence_rows import (
     summed_gradients,
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
+from agmm.nn._column_product import column_product
 from agmm.nn._ranks import Ranks
 from agmm.nn._stand_in import StandIn, stand_in
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
-from agmm.nn.replicated import column_product
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter

@@ -36,6 +36,7 @@ def note(module: torch.nn.Module, divided: Divided) -> None:
 def divided(module: torch.nn.Module) -> Divided | None:
     """How the ranks share a module; None where it is not one of agmm's layers or styled by it."""
     if isinstance(module, ShardedLinear):
-        return Divided(module.ranks, isinstance(module, ColumnParallelLinear), 0)
+        sequence_dim = 0 if module.sequence_parallel else None
+        return Divided(module.ranks, isinstance(module, ColumnParallelLinear), sequence_dim)
     found = module.__dict__.get(_NOTE)
     return found if isinstance(found, Divided) else None

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._checked import CheckedLinear
 from agmm.nn._held import LocalParts, OperandPlan, TracedWhole, local_shard, local_values
 from agmm.nn.fp8_recipe import Fp8Recipe
-from agmm.ops.checks import needs_gradient
+from agmm.ops.checks import check_flag, needs_gradient
 
 
 class ShardedLinear(CheckedLinear):
@@ -22,11 +23,13 @@ class ShardedLinear(CheckedLinear):
 
     Attributes:
         fp8: how operands are quantised, or None.
+        sequence_parallel: whether each rank has its own rows of the activations, or all of them.
     """
 
     weight: DTensor
     bias: DTensor | None
     out_features: int | tuple[int, ...]
+    sequence_parallel = True
 
     def __init__(
         self,
@@ -34,10 +37,20 @@ class ShardedLinear(CheckedLinear):
         group: dist.ProcessGroup | DeviceMesh | str | None,
         device_mesh: DeviceMesh | None,
         fp8: str | Fp8Recipe | None,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__(group, device_mesh)
         self.in_features = in_features
         self.fp8 = fp8_recipe.resolved(fp8)
+        name = type(self).__name__
+        check_flag(f"{name}: sequence_parallel", sequence_parallel)
+        self.sequence_parallel = sequence_parallel
+        if self.fp8 is not None and not sequence_parallel:
+            raise InvalidArgument(
+                f"{name}: fp8: found {self.fp8.name} with sequence_parallel=False, wanted None: a "
+                "sum of fp8 products on every rank has no backward (agmm.scaled_matmul_all_reduce "
+                "serves inference)"
+            )
 
     @torch.inference_mode(False)  # else a layer that was made under it could not be trained
     def _make_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
@@ -151,4 +164,5 @@ class ShardedLinear(CheckedLinear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={'bias' in self.held}, world_size={self._world_size}{fp8}"
+            f"{'' if self.sequence_parallel else ', sequence_parallel=False'}"
         )

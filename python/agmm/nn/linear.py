@@ -11,11 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from agmm.errors import InvalidArgument
+from agmm.nn._column_product import column_product
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._held import Held
 from agmm.nn._sharded import ShardedLinear
 from agmm.nn.fp8_recipe import WHY_NOT_SAVED, Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.ops.matmul_all_reduce import matmul_all_reduce
+from agmm.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -37,6 +40,9 @@ class ColumnParallelLinear(ShardedLinear):
         fp8: quantise what is multiplied and what is gathered, forward and backward, by torchao's
             recipe "tensorwise", "rowwise" or "rowwise_with_gw_hp", or by an `Fp8Recipe`. K and this
             rank's shard of each N are multiples of 16.
+        sequence_parallel: whether ``x`` is this rank's rows. With False it is all rows, the same on
+            all ranks, as in decoding: the forward communicates nothing, and the backward sums the
+            gradient of ``x``. Neither ``save_gathered`` nor ``fp8`` goes with False.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -61,12 +67,13 @@ class ColumnParallelLinear(ShardedLinear):
         save_gathered: bool = False,
         strict: bool = False,
         fp8: str | Fp8Recipe | None = None,
+        sequence_parallel: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         several = not isinstance(out_features, int)
         sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        super().__init__(in_features, group, device_mesh, fp8)
+        super().__init__(in_features, group, device_mesh, fp8, sequence_parallel)
         if not sizes:
             raise InvalidArgument(
                 f"{type(self).__name__}: out_features: found an empty list, wanted at least one "
@@ -79,6 +86,11 @@ class ColumnParallelLinear(ShardedLinear):
             self._check_fp8_size("out_features", size, ranks=self._world_size)
         if save_gathered and self.fp8 is not None:
             raise InvalidArgument(f"{type(self).__name__}: {WHY_NOT_SAVED}")
+        if save_gathered and not sequence_parallel:
+            raise InvalidArgument(
+                f"{type(self).__name__}: save_gathered: found True with sequence_parallel=False, "
+                "wanted False: nothing is gathered"
+            )
         self.out_features = sizes if several else sizes[0]
         self.save_gathered = save_gathered
         self.strict = strict
@@ -101,20 +113,28 @@ class ColumnParallelLinear(ShardedLinear):
         return weights, biases
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The products of the gathered rows. Collective.
+        """The products of the gathered rows. Collective; without sequence parallelism only its
+        backward is.
 
         Args:
-            x: [M_local, ..., in_features], this rank's rows.
+            x: [M_local, ..., in_features], this rank's rows; all rows without sequence parallelism.
 
         Returns:
             [world_size * M_local, ..., N / world_size]; for several outputs a tuple of them. Their
-            rows lie beside each other in memory; each may be changed in place.
+            rows lie beside each other in memory; each may be changed in place. Without sequence
+            parallelism there are as many rows as those of ``x``.
 
         Raises:
             InvalidArgument: names x or the weight, what was found and what the layer wants.
         """
         weights, biases = self.operands_for(x)
-        if self.fp8 is not None:
+        if not self.sequence_parallel:
+            ranks = self.ranks.for_ops
+            outs = [
+                column_product(x, weight.t(), bias, ranks)
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+        elif self.fp8 is not None:
             outs = gather_products(
                 self.fp8, x, weights, biases, self.ranks.own_name, strict=self.strict
             )
@@ -149,6 +169,9 @@ class RowParallelLinear(ShardedLinear):
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
         fp8: see `ColumnParallelLinear`. N and this rank's shard of K are multiples of 16.
+        sequence_parallel: whether each rank gets its own rows of the sum. With False every rank
+            gets all of them, by `agmm.matmul_all_reduce`, as in decoding; not with ``fp8``. The
+            gradient of the output is then taken to be the same on all ranks.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -170,10 +193,11 @@ class RowParallelLinear(ShardedLinear):
         group: dist.ProcessGroup | DeviceMesh | str | None = None,
         device_mesh: DeviceMesh | None = None,
         fp8: str | Fp8Recipe | None = None,
+        sequence_parallel: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, group, device_mesh, fp8)
+        super().__init__(in_features, group, device_mesh, fp8, sequence_parallel)
         self._check_divides("in_features", in_features)
         self._check_fp8_size("in_features", in_features, ranks=self._world_size)
         self._check_fp8_size("out_features", out_features, ranks=1)
@@ -186,18 +210,18 @@ class RowParallelLinear(ShardedLinear):
         """This rank's rows of the sum over the ranks. Collective.
 
         Args:
-            x: [M, ..., in_features / world_size], M a multiple of the world size.
+            x: [M, ..., in_features / world_size], M a multiple of the world size; without sequence
+                parallelism any number.
 
         Returns:
-            [M / world_size, ..., out_features].
+            [M / world_size, ..., out_features]; all M rows without sequence parallelism.
 
         Raises:
             InvalidArgument: names x or the weight, what was found and what the layer wants.
         """
-        self._check_operand(x)
-        (weight,), (bias,) = self.operands()
-        self._check_weights([weight])
-        self._check_input(x, weight)
+        weight, bias = self._operands_for(x)
+        if not self.sequence_parallel:
+            return matmul_all_reduce(x, weight, self.ranks.for_ops, bias=bias)
         if x.shape[0] % self._world_size:
             self._refuse_input(
                 f"{x.shape[0]} in dimension 0", f"a multiple of the {self._world_size} ranks"
@@ -205,3 +229,49 @@ class RowParallelLinear(ShardedLinear):
         if self.fp8 is not None:
             return scatter_product(self.fp8, x, weight, bias, self.ranks.own_name)
         return matmul_reduce_scatter(x, weight, self.ranks.for_ops, bias=bias)
+
+    def normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float = 1e-6,
+        *,
+        quantize_out: str | None = None,
+    ) -> tuple[Any, torch.Tensor]:
+        """The layer, the residual behind it and the RMS norm of their sum, by
+        `agmm.matmul_all_reduce_rms_norm`: the end of a sublayer in decoding. Collective.
+
+        Args:
+            x: [M, ..., in_features / world_size].
+            residual: [M, ..., out_features], the same on all ranks.
+            norm_weight: [out_features], the norm's weight, the same on all ranks.
+            eps: is added to the mean of the squares of a row.
+            quantize_out: the norm in fp8, as `agmm.matmul_all_reduce_rms_norm` has it; without a
+                backward.
+
+        Returns:
+            The norm, with ``quantize_out`` a tuple of its values and scales, and the new residual.
+
+        Raises:
+            InvalidArgument: names what was found and what is wanted; also of a layer with sequence
+                parallelism.
+        """
+        if self.sequence_parallel:
+            raise InvalidArgument(
+                f"{type(self).__name__}: sequence_parallel: found True, wanted False for normed()"
+            )
+        weight, bias = self._operands_for(x)
+        return matmul_all_reduce_rms_norm(
+            *(x, weight, residual, norm_weight, eps, self.ranks.for_ops),
+            bias=bias,
+            quantize_out=quantize_out,
+        )
+
+    def _operands_for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight and bias, for an input that is checked here but for its rows."""
+        self._check_operand(x)
+        (weight,), (bias,) = self.operands()
+        self._check_weights([weight])
+        self._check_input(x, weight)
+        return weight, bias

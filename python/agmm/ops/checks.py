@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -332,6 +333,12 @@ def check_residual(residual: torch.Tensor | None, shape: Sequence[int], like: to
         raise InvalidArgument(
             f"residual: found shape {tuple(residual.shape)}, wanted {tuple(shape)} as the result"
         )
+
+
+def check_eps(eps: Any) -> None:
+    """Refuses what cannot be added to a mean of squares."""
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise InvalidArgument(f"eps: found {eps!r}, wanted a finite number of at least 0")
 
 
 def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -89,6 +89,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_grouped_grad_of_weight": _grouped_grad,
     "_grouped_matmul_reduce_scatter": _grouped_scatter,
     "_matmul_all_reduce": _product,
+    "_matmul_all_reduce_rms_norm": _product,
     "_matmul_reduce_scatter": _products,
     "_scaled_matmul": _scaled_product,
     "_scaled_matmul_all_reduce": _product,

@@ -60,23 +60,23 @@ def why_not_streamed(A: torch.Tensor, B: torch.Tensor) -> str | None:
     reason = symmetric.why_unfused(A.device) or legality.why_unfused(
         dtype, B.shape[1], B.shape[0], a="A"
     )
-    if reason is None and _kernel(A, B) is None:
+    if reason is None and kernel_of(A, B) is None:
         reason = "kernels: found no streaming one for it in this build, wanted one"
     return reason
 
 
-def _kernel(A: torch.Tensor, B: torch.Tensor) -> KernelConfig | None:
+def kernel_of(A: torch.Tensor, B: torch.Tensor) -> KernelConfig | None:
+    """The streaming kernel that multiplies ``A @ B``; None where there is none, for no number of
+    rows then."""
     shape = A.shape[0], B.shape[1], B.shape[0]
     problem = call_plans.problem_of(shape, A.dtype, A.device, column_major=B.stride(0) == 1)
     kernels = built_kernels.kernels_of(ALL_GATHER_MATMUL, problem.format)
     return heuristics.batch_invariant_kernel(problem, kernels)
 
 
-def streamed(A: torch.Tensor, B: torch.Tensor) -> Product:
-    """What multiplies operands like these, for which `why_not_streamed` has no reason; A is
-    contiguous and B as TMA wants it."""
-    kernel = _kernel(A, B)
-    assert kernel is not None
+def streamed(A: torch.Tensor, B: torch.Tensor, kernel: KernelConfig) -> Product:
+    """What multiplies operands like these by a streaming kernel; A is contiguous and B as TMA wants
+    it."""
     of_core = cuda_calls.Kernel(kernel.core, cuda_calls.plain_format("A", A))
     call = cuda_calls.ready_matmul(A, B, None, 0, of_core)
     return lambda a, b: call(a, b, None)

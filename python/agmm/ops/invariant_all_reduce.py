@@ -12,6 +12,7 @@ from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce, PlainLibrary
 from agmm.ops.plain_scatter import Copying
 from agmm.planning import call_plans
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.results import reshaped
@@ -77,10 +78,9 @@ class InvariantAllReduce(PlainAllReduce):
         return reshaped(self._by_backend(words), self.shape)
 
     def _streamed(self) -> LibrarySum:
-        A = self._matrix().contiguous()
-        copying = Copying.of([A], [self.B], 0)
-        B = self.B if copying is None else copying.weight(self.B)
-        return _Streamed(invariant.streamed(A, B), copying)
+        kernel = invariant.kernel_of(self._matrix(), self.B)
+        assert kernel is not None
+        return streamed(self.A, self.B, kernel)
 
     def _summed(self, partial: torch.Tensor, words: Call) -> torch.Tensor:
         return small_collectives.all_reduced(partial, self.group, words, in_order=True)
@@ -98,6 +98,14 @@ class InvariantAllReduce(PlainAllReduce):
         del parts[rank]
         summands.sum(own, parts, rank, 1, self.bias, out, residual)
         return out
+
+
+def streamed(A: torch.Tensor, B: torch.Tensor, kernel: KernelConfig) -> LibrarySum:
+    """The sum of products like these, which a streaming kernel computes: of A [M, ..., K]."""
+    rows = A.reshape(-1, A.shape[-1]).contiguous()
+    copying = Copying.of([rows], [B], 0)
+    weight = B if copying is None else copying.weight(B)
+    return _Streamed(invariant.streamed(rows, weight, kernel), copying)
 
 
 class _InBlocks(PlainLibrary):

@@ -39,6 +39,7 @@ _WORDS = {
     list[int]: "int[]",
     torch.dtype: "ScalarType",
     bool: "bool",
+    float: "float",
     int: "int",
     str: "str",
 }

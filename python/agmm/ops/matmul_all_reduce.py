@@ -22,6 +22,7 @@ from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
+from agmm.ops.streamed_all_reduce import STREAMED, StreamedAllReduce
 from agmm.runtime import groups
 
 
@@ -37,10 +38,13 @@ def _impl(
     batch_invariant: bool = False,
     keep_as: Any = None,
 ) -> torch.Tensor:
-    group, plan = groups.group_of_size(group_name, world_size), scatter_plan.named(config)
+    group = groups.group_of_size(group_name, world_size)
+    plan = scatter_plan.named(config, (STREAMED,))
     if batch_invariant:
         invariant.check_config(config)
         return serve(InvariantAllReduce(A, B, bias, group, strict, residual), keep_as)
+    if config == STREAMED:
+        return serve(StreamedAllReduce(A, B, bias, group, strict, residual), keep_as)
     return serve(PlainAllReduce(A, B, bias, group, strict, residual, plan), keep_as)
 
 
@@ -129,7 +133,9 @@ def matmul_all_reduce(
         residual: [M, ..., N], of the dtype of A, the same on all ranks; added once, to the sum, as
             the bias is. Its gradient is that of ``out``.
         config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
-            other's memory; ``"unfused"``; or None for the chosen plan.
+            other's memory; ``"streamed"`` for one kernel of few rows on Hopper, which reads the
+            weight at the rate of memory and sends its sums to all ranks; ``"unfused"``; or None for
+            the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``all_reduce``), of which agmm warns once for each reason why it cannot do otherwise.
 
@@ -141,7 +147,7 @@ def matmul_all_reduce(
         Unsupported: under ``strict`` only.
     """
     if config is not None:
-        scatter_plan.named(config)  # which refuses other names
+        scatter_plan.named(config, (STREAMED,))  # which refuses other names
     config = config or ""
     batch_invariant = invariant.is_asked(batch_invariant)
     keep_as = None

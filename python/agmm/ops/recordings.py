@@ -29,6 +29,7 @@ _OPS = {
     "matmul_reduce_scatter": MATMUL_REDUCE_SCATTER,
     "scaled_matmul_reduce_scatter": MATMUL_REDUCE_SCATTER,
     "matmul_all_reduce": MATMUL_ALL_REDUCE,
+    "matmul_all_reduce_rms_norm": MATMUL_ALL_REDUCE,
     "scaled_matmul_all_reduce": MATMUL_ALL_REDUCE,
 }
 

@@ -122,20 +122,20 @@ def _kernel_problem(
     )
 
 
-def named(config: Any) -> Plan | None:
-    """The plan that a caller named as the ``config`` of a sum; None for none.
+def named(config: Any, others: tuple[str, ...] = ()) -> Plan | None:
+    """The plan that a caller named as the ``config`` of a sum; None for none, and for one of
+    ``others``, names that the op takes too.
 
     Raises:
         InvalidArgument: it is no such name.
     """
-    if config is None or config == "":
+    if config is None or config == "" or config in others:
         return None
     for plan in (BY_COPIES, UNFUSED):
         if config == plan.name:
             return plan
-    raise InvalidArgument(
-        f"config: found {config!r}, wanted {BY_COPIES.name!r}, {UNFUSED.name!r} or None"
-    )
+    names = ", ".join(repr(name) for name in (BY_COPIES.name, UNFUSED.name, *others))
+    raise InvalidArgument(f"config: found {config!r}, wanted {names} or None")
 
 
 class AllReducePlan(NamedTuple):

@@ -4,7 +4,7 @@ few rows, which is too short to hide one."""
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,24 +159,42 @@ def has_norm(method: Method, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return _core_method("all_reduce", method, x, group) in _NORMED
 
 
+def goes_by_packets(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether packets may pass over the group's links, for an all-reduce of ``x``. The same on all
+    ranks, as long as they call with the same shapes and dtypes."""
+    try:
+        method = _core_method("all_reduce", "one_shot", x, group)
+    except Unsupported:
+        return False
+    return method == _core.CollectiveMethod.one_shot
+
+
 _NORMED = (_core.CollectiveMethod.one_shot, _core.CollectiveMethod.two_shot)
 
 
-def all_reduce_rms_norm(
-    method: Method,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    normed: torch.Tensor,
-    total: torch.Tensor,
-    group: dist.ProcessGroup,
-    eps: float,
-) -> None:
-    """Enqueue an all-reduce with a residual and a norm, of contiguous tensors, where `has_norm` is
-    true. Collective; errors are those of `CollectivesWorkspace.call`."""
+class NormCall(NamedTuple):
+    """Makes any number of all-reduces with a residual and a norm, of contiguous tensors of one
+    kind. Collective; errors are those of `CollectivesWorkspace.call`."""
+
+    workspace: CollectivesWorkspace
+    method: _core.CollectiveMethod
+
+    @property
+    def is_ready(self) -> bool:
+        """See `CollectivesWorkspace.is_ready`."""
+        return self.workspace.is_ready
+
+    def __call__(self, *tensors_and_eps: Any) -> None:
+        """Enqueue one call; its arguments are those of `CollectivesWorkspace.all_reduce_rms_norm`
+        behind the method."""
+        self.workspace.all_reduce_rms_norm(self.method, *tensors_and_eps)
+
+
+def prepare_norm(method: Method, x: torch.Tensor, group: dist.ProcessGroup) -> NormCall:
+    """What sums tensors like ``x``, adds a residual and norms, where `has_norm` is true. Errors are
+    those of `CollectivesWorkspace.call`."""
     core_method = _core_method("all_reduce", method, x, group)
-    workspace = collectives_workspace(group, x.device)
-    workspace.all_reduce_rms_norm(core_method, x, residual, weight, normed, total, eps)
+    return NormCall(collectives_workspace(group, x.device), core_method)
 
 
 def why_not(

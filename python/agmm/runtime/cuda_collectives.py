@@ -232,6 +232,20 @@ class CollectivesWorkspace(SymmetricWorkspace):
                 stream_of(x.device),
             )
 
+    def streamed_all_reduce(
+        self,
+        method: _core.CollectiveMethod,
+        problem: _core.MatmulProblem,
+        addresses: tuple[int, ...],
+    ) -> None:
+        """Enqueue a matmul of few rows and its all-reduce as one kernel on the current stream.
+        Collective. ``method`` is "one_shot" or "two_shot"; ``addresses`` are those of A, B, the
+        bias, the residual and the result."""
+        with self.lock:
+            self.known.calls += 1
+            stream = stream_of(self.device)
+            enqueue(self, SLOT_BYTES, "streamed_all_reduce", method, problem, addresses, stream)
+
     def _know_relays(self) -> None:
         core = self.buffers_of(SLOT_BYTES).core
         if self._relayed is not core:

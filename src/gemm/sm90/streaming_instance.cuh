@@ -17,12 +17,13 @@
 namespace agmm {
 
 template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule, Epilogue kEpilogue = Epilogue::Bias>
+          int ClusterN, Schedule kSchedule, Epilogue kEpilogue = Epilogue::Bias, bool kSums = false>
 struct StreamingInstance {
   using Element = typename TypesOf<Element_>::A;
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
-  using Kernel = StreamingKernel<Element, kBLayout, TileM, TileN, ClusterN, kEpilogue>;
+  using Sink = std::conditional_t<kSums, SummedTiles<Element>, StoredTiles>;
+  using Kernel = StreamingKernel<Element, kBLayout, TileM, TileN, ClusterN, kEpilogue, Sink>;
   using Params = typename Kernel::Params;
   static_assert(kSchedule == Schedule::Streaming && TileK == kStreamedK && ClusterM == 1);
   static_assert(alignof(Params) <= kParamsAlignment);
@@ -99,7 +100,12 @@ struct StreamingInstance {
     params.clusters = streaming_clusters(params.blocks, max_of(1, at_once));
     params.starts_early = call.starts_early;
     params.weight_is_ahead = call.weight_is_ahead;
-    params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr;
+    params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr && !kSums;
+    if constexpr (kSums) {
+      if (!call.exchange.is_there()) return "found no ranks to sum over";
+      params.sink = {call.exchange.args, static_cast<Element const*>(call.exchange.residual),
+                     call.exchange.is_shared};
+    }
     if (!describe_operands(params, p, operands)) return "the driver refused a TMA descriptor";
     return nullptr;
   }
@@ -135,10 +141,13 @@ struct StreamingInstance {
                                &memory);
   }
 
-  /// There is no leaner variant: no streaming kernel pushes or stores A.
+  static constexpr KernelVariant variant() { return {sizeof(Params), &prepare, &setup, &launch}; }
+
+  /// The fuller variant sums over the ranks: no streaming kernel pushes or stores A.
   static constexpr KernelEntry entry() {
-    constexpr KernelVariant kOnly{sizeof(Params), &prepare, &setup, &launch};
-    return {kFacts, kOnly, kOnly};
+    using Summing = StreamingInstance<Element_, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN,
+                                      kSchedule, kEpilogue, true>;
+    return {kFacts, Summing::variant(), variant()};
   }
 };
 

@@ -65,6 +65,7 @@
 #include "cutlass/device_kernel.h"
 #include "gemm/sm90/chunk_gate.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/streamed_sum.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/streaming.hpp"
 #include "sync/bulk_copy.hpp"
@@ -84,11 +85,15 @@ CUTLASS_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// kTileM rows and kTileN columns of out are a CTA's tile.
-template <class Element_, BLayout kBLayout, int kTileM, int kTileN, int kClusterN,
-          Epilogue kEpilogue>
+/// kTileM rows and kTileN columns of out are a CTA's tile. Sink_ says what becomes of them
+/// (gemm/sm90/streamed_sum.hpp).
+template <class Element_, BLayout kBLayout, int kTileM_, int kTileN_, int kClusterN,
+          Epilogue kEpilogue, class Sink_ = StoredTiles>
 struct StreamingKernel {
   using Element = Element_;
+  using Sink = Sink_;
+  static constexpr int kTileM = kTileM_;
+  static constexpr int kTileN = kTileN_;
   using Policy = EpiloguePolicy<kEpilogue, Element, false>;
   static constexpr int kThreads = 192;
   static constexpr int kWeightWarp = 4;  // the next one is A's
@@ -149,6 +154,7 @@ struct StreamingKernel {
     bool starts_early = false;
     bool weight_is_ahead = false;
     bool lets_next_start = false;
+    typename Sink::Args sink{};
 
     CUTLASS_HOST_DEVICE int32_t cluster_ctas() const { return kClusterN * splits.divisor; }
     int32_t ctas() const { return clusters * cluster_ctas(); }
@@ -168,6 +174,8 @@ struct StreamingKernel {
   }
 
  private:
+  friend Sink;
+
   /// What a CTA has to do.
   struct Place {
     int32_t cluster;
@@ -394,6 +402,7 @@ struct StreamingKernel {
     if (has_cluster(params)) cluster_arrive();
     await_barriers(params);
     wait_for_previous_kernel();
+    typename Sink::template Of<StreamingKernel> sink(params);
     Stage stage;
     uint32_t parity = 0;  // of the tile
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
@@ -409,12 +418,17 @@ struct StreamingKernel {
       send_sums(params, shared, place, tile, sums);
       arrive_at_splits(params, place, &shared.sums_full);
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
-      add_up(params, shared, place, tile);
+      if constexpr (Sink::kSends) {
+        sink.send(shared, place, tile);
+      } else {
+        add_up(params, shared, place, tile);
+      }
       if (block + params.clusters < params.blocks) {
         arrive_at_splits(params, place, &shared.sums_empty);
       }
       parity ^= 1;
     }
+    if constexpr (Sink::kSends) sink.take(place);
   }
 
   /// Gives a stage back for a warp, in each CTA that shares the loads of A. Where none does, the
