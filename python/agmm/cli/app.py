@@ -191,8 +191,8 @@ def tune(options: TuneOptions) -> None:
         from agmm.cli import from_file, tuning
 
         _env.check()
-        if options.op is Op.moe:
-            raise InvalidArgument("op: found moe, wanted one with plans: experts have none to tune")
+        if options.op is not None:
+            tuning.check_op(options.op.value)
         op = None if options.op is None else options.op.value
         scaling = None if options.scaling is None else options.scaling.value
         one = options.m, options.n, options.k

@@ -15,18 +15,17 @@ from agmm.cli.options import (
     ColumnsOfB,
     Device,
     ElementType,
-    ExplainedOp,
     File,
     LayoutOfB,
     Model,
-    PlannedOp,
+    Op,
     ReturnA,
     Routing,
     ScalingOf,
     Shapes,
-    TimedOp,
     Tokens,
     Tp,
+    TunedOp,
     Where,
 )
 from agmm.planning.shapes import MAX_EXTENT
@@ -71,9 +70,7 @@ class BenchOptions:
     model: Model = None
     tokens: Tokens = None
     routing: Routing = None
-    op: Annotated[TimedOp | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = (
-        None
-    )
+    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -151,7 +148,7 @@ class TuneOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
-    op: PlannedOp = None
+    op: TunedOp = None
     tp: Tp = None
     dtype: ElementType = None
     scaling: ScalingOf = None
@@ -202,7 +199,7 @@ class ExplainOptions:
     tokens: Tokens = None
     routing: Routing = None
     op: Annotated[
-        ExplainedOp | None,
+        Op | None,
         typer.Option(
             help="Which call; all_gather_matmul by default. Behind a matmul the rows are those of "
             "A."

@@ -12,7 +12,9 @@ from agmm.bench.tuning_session import TuningOptions
 from agmm.bench.units import duration
 from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
+from agmm.errors import InvalidArgument
 from agmm.planning import tables
+from agmm.planning.problems import OPS
 
 
 class TuningBar:
@@ -62,6 +64,15 @@ class TuningBar:
     def say(self, line: str) -> None:
         if self._visible:
             self._bar.console.print(line, markup=False, soft_wrap=True)
+
+
+def check_op(op: str) -> None:
+    """Raises InvalidArgument for an op of which nothing is chosen by measurement."""
+    if op not in OPS:
+        raise InvalidArgument(
+            f"op: found {op}, wanted one whose plans are measured, {' or '.join(OPS)}; "
+            f"`agmm explain --op {op}` says what decides, `agmm bench --op {op}` times it"
+        )
 
 
 def run(options: TuningOptions, world_size: int) -> bool:
