@@ -19,6 +19,7 @@ from agmm.cli.options import (
     DTYPE_NAMES,
     Command,
     Device,
+    DType,
     Layout,
     Op,
     Tp,
@@ -187,7 +188,7 @@ def tune(options: TuneOptions) -> None:
     """
     with one_line_errors():
         from agmm import _env
-        from agmm.bench import launcher, presets, recorded, tuning_session
+        from agmm.bench import launcher, layer_runs, presets, recorded, tuning_session
         from agmm.cli import from_file, tuning
 
         _env.check()
@@ -209,6 +210,15 @@ def tune(options: TuneOptions) -> None:
             return
         kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
         say_why_cpu(options.device, options.tp)
+        if options.is_of_a_layer and options.model is not None:
+            shapes.check_one()
+            tokens = presets.parse_tokens(options.tokens or presets.DEFAULT_TOKENS)
+            dtype = options.dtype or (DType.fp32 if kind == "cpu" else DType.bf16)
+            runs = layer_runs.layer_runs(options.model, tokens, ranks, DTYPE_NAMES[dtype])
+            divided, left_out = layer_runs.divided(runs, ranks)
+            if not tuning.run_all(divided, left_out, kind, ranks, again=options.again):
+                raise typer.Exit(1)
+            return
         listed = shapes.read(ranks, op or Op.all_gather_matmul.value)
         listed, left_out = presets.shared_equally(listed, ranks)
         say_left_out(left_out)
@@ -223,7 +233,7 @@ def tune(options: TuneOptions) -> None:
             op=op or Op.all_gather_matmul.value,
             scaling=scaling,
         )
-        if not tuning.run(session, ranks):
+        if not tuning.run([tuning.Session(session)], ranks):
             raise typer.Exit(1)
 
 

@@ -14,6 +14,7 @@ from agmm.cli.options import (
     TP_NAMES,
     ColumnsOfB,
     Device,
+    DType,
     ElementType,
     File,
     LayoutOfB,
@@ -158,6 +159,13 @@ class TuneOptions:
     again: Annotated[
         bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
     ] = False
+
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether no option says which of a layer's calls are meant, of 16 bits or more."""
+        said = self.op, self.scaling, self.b_layout
+        is_fp8 = self.dtype is DType.float8_e4m3fn
+        return said == (None, None, None) and not (self.return_a or is_fp8)
 
 
 @dataclass(frozen=True)
