@@ -170,17 +170,31 @@ def _quantile(values: Sequence[float]) -> float:
     return round(ordered[math.ceil(CERTAIN * len(ordered)) - 1], 3)
 
 
+NEAR = 1.01
+"""A plan that takes at most this many times as long as the best one counts as the best, too."""
+
+
 def never_best(products: Sequence[Product]) -> Iterator[str]:
-    """Say how often plans of each family are the best, or within 1% of it."""
-    counts: Counter[tuple[str, str]] = Counter()
+    """Say how often plans of each family are the best or near it, and which kernels never are."""
+    families: Counter[tuple[str, str]] = Counter()
+    tried: Counter[tuple[str, str]] = Counter()
+    near: set[tuple[str, str]] = set()
     for product in products:
-        families = {
-            plan.transport.family
-            for plan, us in product.times.items()
-            if us <= 1.01 * min(product.times.values())
-        }
-        counts.update((product.problem.op, family) for family in families)
+        op, least = product.problem.op, min(product.times.values())
+        best = [plan for plan, us in product.times.items() if us <= NEAR * least]
+        families.update((op, one) for one in {plan.transport.family for plan in best})
+        tried.update((op, one) for one in _kernels(product.times))
+        near |= {(op, one) for one in _kernels(best)}
     for op in sorted({product.problem.op for product in products}):
         of_op = sum(product.problem.op == op for product in products)
-        told = [f"{family} {n}" for (o, family), n in sorted(counts.items()) if o == op]
+        told = [f"{family} {n}" for (o, family), n in sorted(families.items()) if o == op]
         yield f"{op}: the best of {of_op} or within 1% of it: {', '.join(told)}"
+        never = [
+            f"{k} ({n})" for (o, k), n in sorted(tried.items()) if o == op and (o, k) not in near
+        ]
+        if never:
+            yield f"{op}: never, with how often they were tried: {', '.join(never)}"
+
+
+def _kernels(plans: Iterable[Plan]) -> set[str]:
+    return {plan.kernel.kernel for plan in plans if plan.kernel is not None}

@@ -27,7 +27,7 @@ from pathlib import Path
 from pythons import Python, find_python, make_environment
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGE = REPOSITORY / "python" / "agmm"
+SOURCES = REPOSITORY / "python"
 ENTRY = ["PyInit__core"]
 TORCH = "torch==2.13.0"  # its CPU build where pip is given an index that has it
 
@@ -150,8 +150,12 @@ def check_contents(wheel: Path, report: Report) -> None:
     foreign = [name for name in elf.needed if not SYSTEM_LIBRARIES.match(name)]
     if foreign:
         report.faults.append(f"linked libraries: found {foreign}, wanted the system's alone")
-    sources = {p for p in PACKAGE.rglob("*") if p.suffix in {".py", ".pyi", ".json", ".typed"}}
-    wanted = {f"agmm/{path.relative_to(PACKAGE).as_posix()}" for path in sources}
+    suffixes = {".py", ".pyi", ".json", ".typed"}
+    wanted = {
+        path.relative_to(SOURCES).as_posix()
+        for path in SOURCES.rglob("*")
+        if path.suffix in suffixes
+    }
     found = {name for name in names if ".dist-info/" not in name and name not in libraries}
     for what, which in (("missing", wanted - found), ("not the package's", found - wanted)):
         if which:

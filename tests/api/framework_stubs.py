@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import agmm
 import agmm.integrations
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def installed(
     Modules of the same packages that are imported in it are forgotten at its end.
     """
     folder = folder / str(os.getpid())  # of this rank alone
-    _distribution(folder, "agmm_entry_points", "0", _entry_points())
+    _distribution(folder, "agmm", agmm.__version__, _entry_points())  # before one that is installed
     for name, version in versions.items():
         _distribution(folder, name, version)
     packages = {name.partition(".")[0] for name in modules}

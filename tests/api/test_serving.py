@@ -4,6 +4,9 @@ wants CUDA to be imported; the files of SGLang that the plugin meets are SGLang'
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,21 @@ def test_the_plugin_of_vllm(
 ) -> None:
     found = rank_pools(2).run(serving_work.vllm_plugin, tmp_path, version, value, other)
     assert found == [([said] if said else [], served)] * 2
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_plugins_that_are_off_import_nothing(value: str) -> None:
+    program = (
+        "import sys; before = set(sys.modules)\n"
+        "import agmm_plugins; agmm_plugins.vllm(); agmm_plugins.sglang()\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*new - set(sys.stdlib_module_names))"
+    )
+    environment = {**os.environ, "AGMM_VLLM": value, "AGMM_SGLANG": value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.split() == ["agmm_plugins"]
 
 
 @pytest.mark.clients

@@ -19,11 +19,17 @@ from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import agmm
+from agmm.errors import forget_warnings
 from agmm.nn import (
     ColumnParallelLinear,
     GatherColwiseParallel,
@@ -552,6 +558,28 @@ def styles_against_whole(
     bias = sharded.attention.wo.bias
     assert isinstance(bias, DTensor) and bias.placements == (Replicate(),)
     return [f"rank {rank} of {world_size}: {fault}" for fault in faults], gather.call_count
+
+
+def gathered_before(world_size: int) -> tuple[list[str], list[str]] | None:
+    """Faults of a plan that keeps torch's `PrepareModuleInput`, and what it warns of."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    torch.manual_seed(_SEED)
+    whole = FeedForward()
+    sharded = copy.deepcopy(whole)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    prepared = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    by_columns, by_rows = GatherColwiseParallel(), RowwiseScatterParallel()
+    plan = {"": prepared, "w1": by_columns, "w3": by_columns, "w2": by_rows}
+    parallelize_module(sharded, mesh, plan)
+    x = _random(2, 2 * world_size, 8, seed=1)
+    own = slice(2 * dist.get_rank(group), 2 * dist.get_rank(group) + 2)
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = sharded(x[:, own])
+    return _close("out", found, whole(x)[:, own]), [str(one.message) for one in caught]
 
 
 def shared_outputs_are_not_stale(world_size: int) -> list[bool] | None:

@@ -330,6 +330,13 @@ def test_shared_outputs_belong_to_their_input(pool: RankPool) -> None:
     assert pool.run(nn_work.shared_outputs_are_not_stale, 2)[3:] == [[True] * 6] * 2
 
 
+def test_an_input_that_was_gathered_before_is_named(pool: RankPool) -> None:
+    for faults, (said,) in pool.run(nn_work.gathered_before, 2)[3:]:
+        assert faults == []
+        assert "Linear(in_features=8, out_features=12, bias=True): x: found (Replicate(),)" in said
+        assert said.endswith("leave out the PrepareModuleInput of its module")
+
+
 def test_the_plan_of_the_documentation(pool: RankPool) -> None:
     assert all(error < 1e-10 for error in pool.run(nn_work.documented_plan))
 

@@ -21,7 +21,7 @@ from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Pro
 from benchmarks import fit_plans
 from benchmarks.descent import FITTED
 from benchmarks.fit_plans import give
-from benchmarks.measured_plans import NAMES, by_cell, judge, plan_of
+from benchmarks.measured_plans import NAMES, Product, by_cell, judge, never_best, plan_of
 from benchmarks.measured_plans import Cell as MeasuredCell
 from benchmarks.measured_plans import uncertainty as uncertainty_of
 from benchmarks.plans import HELD_SEEDS, Cell, drawn
@@ -152,3 +152,18 @@ def test_the_uncertainty_is_that_of_nine_in_ten_calls(monkeypatch: pytest.Monkey
     ((_, products),) = by_cell(entries).items()
     found = uncertainty_of(products)
     assert found[MATMUL_REDUCE_SCATTER]["push"] == pytest.approx(0.1, abs=0.002)
+
+
+def test_what_is_never_the_best_is_named() -> None:
+    slow, fast = "128x128x64_1x1_pingpong", "128x256x64_2x1_cooperative"
+    times = {plan_of(f"push, {slow}"): 10.0, plan_of(f"sm8x128, {fast}"): 9.0}
+    late = {**times, plan_of("gather"): 8.95}
+    problem = Problem(64, 8, 8, world_size=2)
+    products = [
+        Product(problem, some, min(some.values()), min(some, key=some.__getitem__), False)
+        for some in (times, late)
+    ]
+    assert list(never_best(products)) == [
+        "all_gather_matmul: the best of 2 or within 1% of it: gather 1, sm push 2",
+        f"all_gather_matmul: never, with how often they were tried: {slow} (2)",
+    ]

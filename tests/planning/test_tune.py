@@ -17,8 +17,10 @@ import torch
 import torchrun
 import tune_work
 from command import agmm
+from typer.testing import CliRunner
 
-from agmm.bench import tuner, tuning_session
+from agmm.bench import presets, tuner, tuning_session
+from agmm.cli.app import app
 from agmm.planning import tables
 from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, Problem
@@ -305,3 +307,44 @@ def test_a_scatter_takes_the_tables_plan(plan: Plan | None, strict: bool, native
         tables.save(CPU, 2, [(Key.of(SCATTER), Row(16, plan, 1.0))])
     with RankPool(2) as pool:
         assert pool.run(tune_work.scatter_with_table, 16, 8, 24, strict) == 2 * [(True, native, [])]
+
+
+def test_a_layer_is_tuned_forward_and_backward_and_goes_on_after_ctrl_c(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setitem(presets.MODELS, "tiny", presets.Attention(16, 2, 2, 8, 32))
+    arguments = [*ARGUMENTS, "--model", "tiny", "--tokens", "8,9"]
+    tune_shape, begun = tuner.tune_shape, 0
+
+    def interrupted(*given: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 4:
+            raise KeyboardInterrupt
+        tune_shape(*given)
+
+    monkeypatch.setattr(tuner, "tune_shape", interrupted)
+    first = CliRunner().invoke(app, arguments, prog_name="agmm")
+    assert first.exit_code == 130
+    assert "agmm: left out 9 rows: found no multiple of the world size, 2" in first.stderr
+    assert "the same command goes on with the rest" in first.stderr
+    second = CliRunner().invoke(app, arguments, prog_name="agmm")
+    assert second.exit_code == 0, second.output
+    assert "2 of 2 shapes were tuned before" in second.stderr
+    assert "1 of 2 shapes were tuned before" in second.stderr
+    assert "tuned: all_gather_matmul, float32, B by row, A returned (µs)" in second.stdout
+    assert "5 shapes: " in second.stderr and second.stderr.endswith(f"CACHE_DIR={folder}\n")
+    assert begun == 9
+    by_key = tables.read(folder / tables.file_name(CPU, 2)).by_key
+    found = [(key.op, key.n, key.k, key.return_A, key.b_layout) for key in by_key]
+    assert sorted(found) == [
+        ("all_gather_matmul", 8, 16, True, "row"),
+        ("all_gather_matmul", 16, 16, True, "row"),
+        ("all_gather_matmul", 24, 16, False, "column"),
+        ("all_gather_matmul", 32, 16, False, "column"),
+        ("matmul_reduce_scatter", 16, 8, False, "column"),
+        ("matmul_reduce_scatter", 16, 16, False, "column"),
+        ("matmul_reduce_scatter", 16, 24, False, "row"),
+        ("matmul_reduce_scatter", 16, 32, False, "row"),
+    ]

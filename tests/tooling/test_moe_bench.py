@@ -114,7 +114,7 @@ def test_other_shapes_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("tune --op moe --shapes 4x4x4x4x2", "op: found moe, wanted one with plans"),
+        ("tune --op moe --shapes 4x4x4x4x2", "op: found moe, wanted one whose plans"),
         ("bench --op moe --plot pictures", "--op moe: found it with --plot"),
         ("bench --op moe --timeline 4x4x4", "--op moe: found it with --timeline"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -38,3 +40,22 @@ def test_mypy_finds_the_types_of_a_users_program(tmp_path: Path) -> None:
     last = len(program.read_text().splitlines())
     assert [fault.split(":")[1] for fault in faults] == [str(last - 1), str(last)], done.stdout
     assert ["[call-overload]" in faults[0], "[assignment]" in faults[1]] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_pyright_finds_them_too(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.read_text() + WRONG)
+    done = subprocess.run(
+        ["pyright", "--pythonpath", sys.executable, "--outputjson", program.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    last = len(program.read_text().splitlines())
+    lines = {one["range"]["start"]["line"] + 1 for one in found if one["severity"] == "error"}
+    assert lines == {last - 1, last}, done.stdout

@@ -92,3 +92,15 @@ def test_the_versions_are_those_that_the_project_states() -> None:
     assert oldest == f"torch=={stated}.*"
     assert f"TORCH='{usual}'" in (REPOSITORY / "tools" / "make_venv.sh").read_text()
     assert newest == "torch"
+
+
+def test_what_names_this_version_names_the_project_s() -> None:
+    def found(pattern: str, file: str) -> list[str]:
+        return re.findall(pattern, (REPOSITORY / file).read_text(), re.M)
+
+    (version,) = found(r'^version = "(\d+\.\d+)\.\d+"', "pyproject.toml")
+    assert found(r"agmm-(\d+\.\d+)\.\d+-cp312", "README.md") == [version]
+    for file in ("docs/reference/cpp.md", "examples/cpp/CMakeLists.txt"):
+        assert found(r"find_package\(agmm (\S+) REQUIRED", file) == [version]
+    released = found(r"^## \[(\d+\.\d+)\.\d+\]", "CHANGELOG.md")
+    assert released[0] == version

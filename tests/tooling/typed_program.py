@@ -13,6 +13,7 @@ from agmm.integrations import fsdp
 from agmm.nn import (
     ColumnParallelLinear,
     GatedMLP,
+    MoE,
     RowParallelLinear,
     RowwiseScatterParallel,
     SharedGatherParallel,
@@ -57,6 +58,15 @@ def calls(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return several[0] + gathered.sum() + product + gated + work.wait().sum() + normed + residual
 
 
+def experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    ids, scores = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    routing: agmm.moe.Routing = agmm.moe.route(ids, num_experts=4, capacity=16)
+    rows, same = agmm.all_gather_grouped_matmul(x, [weights, weights], routing)
+    out: torch.Tensor = agmm.grouped_matmul_reduce_scatter(rows[0], weights, same, scores)
+    mixed: torch.Tensor = MoE(64, 256, 8, 2)(x)
+    return out + mixed
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -73,7 +83,10 @@ def main() -> None:
     optimizer.step()
     nbytes: int = agmm.workspace_bytes((64, 64), torch.bfloat16, 2)
     agmm.reserve(None, nbytes)
-    print(agmm.status(), norm)
+    report: agmm.Status = agmm.status()
+    print(report, norm)
+    with agmm.record("calls.json"):
+        experts(torch.randn(4, 64), torch.randn(4, 64, 64))
     with agmm.async_tp.enable():
         calls(torch.randn(4, 64), torch.randn(64, 64))
     fsdp.enable(block)

@@ -103,7 +103,8 @@ def measure(shape: AnyShape, options: Options) -> dict[str, Any]:
         result = results[name]
         result.samples_us = [round(s, 3) for s in samples]
         result.median_us = statistics.median(samples)
-        result.tflops = shape.flops(group.size()) / result.median_us / 1e6
+        flops = shape.flops(group.size())
+        result.tflops = flops / result.median_us / 1e6 if flops else None
     if device.type == "cuda":
         for name in calls:
             if ways_of(options.op, options.scaling)[name].host_time:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from agmm.bench import moe_presets
+from agmm.bench import collective_ways, moe_presets
 from agmm.bench.scaled_ways import check_scaling, ways_of
 from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
@@ -17,9 +17,11 @@ from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
+    COLLECTIVES,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MOE,
+    UNDIVIDED,
 )
 from agmm.planning.shapes import AnyShape, Shape
 from agmm.runtime.scaled import FP8
@@ -69,9 +71,9 @@ class Options:
         if self.op == MOE:
             shapes = moe_presets.checked(shapes, self.device, self.world_size, self.dtype)
         if shapes is None:
-            shapes = _ON_GPUS[self.op] if self.device == "cuda" else CPU_BENCH_SHAPES
+            shapes = _default_shapes(self.op, self.device)
         for shape in shapes:
-            if shape.M % self.world_size and self.op != MATMUL_ALL_REDUCE:
+            if shape.M % self.world_size and self.op not in UNDIVIDED:
                 raise InvalidArgument(
                     f"shape: found {shape}, wanted an M that is a multiple of the world size, "
                     f"{self.world_size}"
@@ -79,6 +81,8 @@ class Options:
         dtype = self.dtype
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        if self.op in COLLECTIVES and dtype in FP8:
+            raise InvalidArgument(f"dtype: found {dtype} with {self.op}, wanted one without scales")
         plain = [shape for shape in shapes if isinstance(shape, Shape)]
         scaling = check_scaling(dtype, self.scaling, plain)
         if scaling is not None and self.op == MATMUL_ALL_REDUCE:
@@ -90,6 +94,13 @@ class Options:
         if self.device == "cpu":
             check_memory(shapes, dtype, self.world_size)
         return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype, scaling=scaling)
+
+
+def _default_shapes(op: str, device: str) -> Sequence[AnyShape]:
+    """The shapes that are measured where none is named."""
+    if op in COLLECTIVES:
+        return collective_ways.GPU_SHAPES if device == "cuda" else collective_ways.CPU_SHAPES
+    return _ON_GPUS[op] if device == "cuda" else CPU_BENCH_SHAPES
 
 
 def check_memory(shapes: Sequence[AnyShape], dtype: torch.dtype, world_size: int) -> None:

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from agmm.bench import moe_presets
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.planning.shapes import MoEShape, Shape
+from agmm.planning.problems import ALL_GATHER_MATMUL, COLLECTIVES, MOE, UNDIVIDED
+from agmm.planning.shapes import AnyShape, MoEShape, Shape, TensorShape
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,24 @@ def shapes(model: str, tokens: list[int], tp: int, op: str = ALL_GATHER_MATMUL) 
 
     Raises InvalidArgument for an unknown model or a ``tp`` that does not divide it.
     """
-    found = MODELS.get(model)
-    if found is None:
-        raise InvalidArgument(f"model: found {model!r}, wanted one of {', '.join(MODELS)}")
+    found = _model(model)
     is_gather = op == ALL_GATHER_MATMUL
     projections = found.projections(tp) if is_gather else found.row_projections(tp)
     widths = {(p.n, p.k): None for p in projections}
     return [Shape(m, n, k) for n, k in widths for m in tokens]
+
+
+def _model(name: str) -> Attention | LatentAttention:
+    if name not in MODELS:
+        raise InvalidArgument(f"model: found {name!r}, wanted one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def kind_of(op: str) -> type[AnyShape]:
+    """The kind of shapes that an op has."""
+    if op == MOE:
+        return MoEShape
+    return TensorShape if op in COLLECTIVES else Shape
 
 
 def parse_tokens(text: str) -> list[int]:
@@ -181,13 +192,37 @@ class ShapeOptions:
             raise InvalidArgument("shape: found --m, --n or --k with moe, wanted --shapes")
         return moe_presets.parse_moe_shapes(self.shapes, "--shapes", routings)
 
+    def read_tensors(self, op: str) -> list[TensorShape]:
+        """The tensors of a collective that they name, those of a model by its hidden features.
+
+        Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
+        """
+        self._check_routing(op)
+        self.check_one()
+        if self.model is not None:
+            hidden = _model(self.model).hidden
+            return [TensorShape(m, hidden) for m in parse_tokens(self.tokens or DEFAULT_TOKENS)]
+        self._check_tokens()
+        if self.extents is not None and any(e is not None for e in self.extents):
+            m, n, k = self.extents
+            if n is not None:
+                raise InvalidArgument(f"n: found {n}, wanted none for {op}, of --m rows by --k")
+            if m is None or k is None:
+                raise InvalidArgument(f"shape: found no --m or --k, wanted both for {op}")
+            return [TensorShape(m, k)]
+        text = self.shapes if self.file is None else _text_of(self.file)
+        origin = "--shapes" if self.file is None else str(self.file)
+        found = [TensorShape.parse(part) for part in split(text or "")]
+        if not found:
+            raise InvalidArgument(f"shapes: found none in {origin}, wanted MxK")
+        return list(dict.fromkeys(found))
+
     def read(self, tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
         """The shapes that they name, for `tp` ranks and the op.
 
         Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
         """
-        if self.routing is not None:
-            raise InvalidArgument(f"routing: found {self.routing!r} with {op}, wanted --op moe")
+        self._check_routing(op)
         self.check_one()
         if self.model is not None:
             return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp, op)
@@ -205,6 +240,10 @@ class ShapeOptions:
             )
             raise InvalidArgument(f"shape: found {given} alone, wanted --m, --n and --k")
         return [Shape(m, n, k)]
+
+    def _check_routing(self, op: str) -> None:
+        if self.routing is not None:
+            raise InvalidArgument(f"routing: found {self.routing!r} with {op}, wanted --op moe")
 
     def _check_tokens(self) -> None:
         if self.tokens is not None:
@@ -234,12 +273,16 @@ def _text_of(file: Path) -> str:
     return ",".join(line.partition("#")[0] for line in lines)
 
 
-_Some = TypeVar("_Some", Shape, MoEShape)
+_Some = TypeVar("_Some", Shape, MoEShape, TensorShape)
 
 
-def shared_equally(shapes: list[_Some], tp: int) -> tuple[list[_Some], list[str]]:
-    """The shapes whose rows the ranks can share equally, and a line for each other one; all of them
-    where there is no such shape, whose error then says so."""
+def shared_equally(
+    shapes: list[_Some], tp: int, op: str = ALL_GATHER_MATMUL
+) -> tuple[list[_Some], list[str]]:
+    """The shapes whose rows the ranks can share equally, where the op wants that, and a line for
+    each other one; all of them where there is no such shape, whose error then says so."""
+    if op in UNDIVIDED:
+        return shapes, []
     served = [shape for shape in shapes if shape.M % tp == 0]
     if not served:
         return shapes, []

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.bench import moe_ways, scaled_ways
+from agmm.bench import collective_ways, moe_ways, scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.way import ROOF, Workload
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from agmm.planning.shapes import AnyShape, MoEShape
+from agmm.planning.shapes import AnyShape, MoEShape, TensorShape
 from agmm.testing.cases import make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
 
@@ -48,6 +48,8 @@ def make_problem(
     """
     if isinstance(shape, MoEShape):
         return moe_ways.make_problem(shape, group, device, dtype, seed)
+    if isinstance(shape, TensorShape):
+        return collective_ways.make_problem(op, shape, group, device, dtype, seed)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if op == ALL_GATHER_MATMUL:
         operands = make_operands(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
@@ -71,6 +73,8 @@ def references(problem: Workload, seed: int = 0) -> References:
     """The references of a problem made with the given seed. Collective."""
     if isinstance(problem, moe_ways.MoEWorkload):
         return References(*moe_ways.references(problem))
+    if isinstance(problem, collective_ways.CollectiveWorkload):
+        return References(*collective_ways.references(problem))
     if problem.scaling is not None:
         return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group

@@ -13,12 +13,13 @@ from typing import Any
 
 from agmm.bench.machine import machine_facts
 from agmm.bench.options import Options
+from agmm.bench.presets import kind_of
 from agmm.bench.timer import FLUSH_BYTES
 from agmm.bench.way import ROOF
 from agmm.bench.ways import TIMED_OPS, ways_of
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MOE
-from agmm.planning.shapes import AnyShape, MoEShape, Shape, shape_from
+from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import AnyShape, shape_from
 
 SCHEMA = 1
 
@@ -60,7 +61,7 @@ def read(path: Path) -> Report:
         listed = ", ".join(TIMED_OPS)
         raise InvalidArgument(f"report: found op {op!r} in {path}, wanted one of {listed}")
     for i, entry in enumerate(report["shapes"]):
-        named = MoEShape._fields if op == MOE else Shape._fields
+        named = kind_of(op)._fields
         whole = isinstance(entry, dict) and {*named, "ways"} <= entry.keys()
         if not whole or not isinstance(entry["ways"], dict):
             listed = ", ".join(named)

@@ -25,7 +25,8 @@ class Workload:
     """The operands of one shape on one rank."""
 
     shape: Any
-    """`Shape`, or `MoEShape` where the operands are those of a mixture of experts."""
+    """`Shape`, `MoEShape` where the operands are those of a mixture of experts, or `TensorShape`
+    where they are those of a collective."""
     group: dist.ProcessGroup
     device: torch.device
     operands: Operands

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
+from agmm.bench.collective_ways import COLLECTIVE_WAYS
 from agmm.bench.moe_ways import MOE_WAYS
 from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
 from agmm.errors import InvalidArgument
@@ -258,6 +259,7 @@ _WAYS_OF = {
     MATMUL_REDUCE_SCATTER: SCATTER_WAYS,
     MATMUL_ALL_REDUCE: ALL_REDUCE_WAYS,
     MOE: MOE_WAYS,
+    **COLLECTIVE_WAYS,
 }
 TIMED_OPS = tuple(_WAYS_OF)
 """The ops that `agmm bench` times."""

@@ -19,6 +19,7 @@ from agmm.cli.options import (
     DTYPE_NAMES,
     Command,
     Device,
+    DType,
     Layout,
     Op,
     Tp,
@@ -188,15 +189,15 @@ def tune(options: TuneOptions) -> None:
     """
     with one_line_errors():
         from agmm import _env
-        from agmm.bench import launcher, presets, recorded, tuning_session
+        from agmm.bench import launcher, layer_runs, presets, recorded, tuning_session
         from agmm.cli import from_file, tuning
 
         _env.check()
         if options.alone:
             tuning.run_alone(options)
             return
-        if options.op is Op.moe:
-            raise InvalidArgument("op: found moe, wanted one with plans: experts have none to tune")
+        if options.op is not None:
+            tuning.check_op(options.op.value)
         op = None if options.op is None else options.op.value
         scaling = None if options.scaling is None else options.scaling.value
         one = options.m, options.n, options.k
@@ -213,6 +214,15 @@ def tune(options: TuneOptions) -> None:
             return
         kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
         say_why_cpu(options.device, options.tp)
+        if options.is_of_a_layer and options.model is not None:
+            shapes.check_one()
+            tokens = presets.parse_tokens(options.tokens or presets.DEFAULT_TOKENS)
+            dtype = options.dtype or (DType.fp32 if kind == "cpu" else DType.bf16)
+            runs = layer_runs.layer_runs(options.model, tokens, ranks, DTYPE_NAMES[dtype])
+            divided, left_out = layer_runs.divided(runs, ranks)
+            if not tuning.run_all(divided, left_out, kind, ranks, again=options.again):
+                raise typer.Exit(1)
+            return
         listed = shapes.read(ranks, op or Op.all_gather_matmul.value)
         listed, left_out = presets.shared_equally(listed, ranks)
         say_left_out(left_out)
@@ -227,7 +237,7 @@ def tune(options: TuneOptions) -> None:
             op=op or Op.all_gather_matmul.value,
             scaling=scaling,
         )
-        if not tuning.run(session, ranks):
+        if not tuning.run([tuning.Session(session)], ranks):
             raise typer.Exit(1)
 
 

@@ -38,8 +38,8 @@ from agmm.cli import report_tables
 from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MOE, OPS
-from agmm.planning.shapes import AnyShape, MoEShape, Shape
+from agmm.planning.problems import ALL_GATHER_MATMUL, COLLECTIVES, MOE, OPS
+from agmm.planning.shapes import AnyShape, MoEShape, Shape, TensorShape
 from agmm.runtime.kernels import built
 
 
@@ -80,15 +80,20 @@ class Request:
             ("--from", self.source, "--scaling", self.scaling),
             ("--timeline", self.timeline, "--shapes, --file or --model", named.shapes or by_preset),
         ]
-        if self.op == MOE:
+        if self.op in _WITHOUT_PICTURES:
+            named_op = f"--op {self.op}"
             excluded += [
-                ("--op moe", self.op, "--timeline", self.timeline),
-                ("--op moe", self.op, "--plot", self.plot),
-                ("--op moe", self.op, "--scaling", self.scaling),
+                (named_op, self.op, "--timeline", self.timeline),
+                (named_op, self.op, "--plot", self.plot),
+                (named_op, self.op, "--scaling", self.scaling),
             ]
         for option, value, other, other_value in excluded:
             if value is not None and other_value is not None:
                 raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")
+
+
+_WITHOUT_PICTURES = (MOE, *COLLECTIVES)
+"""The ops whose shapes pictures and timelines have no place for."""
 
 
 def list_ways(op: str | None) -> None:
@@ -208,16 +213,17 @@ def _read(
     """The report of the file and the old one, both narrowed to the shapes and ways wanted. Prints
     its tables where nothing else is to be done with it."""
     report = reports.read(source)
-    is_moe = reports.op_of(report) == MOE
-    if is_moe and request.plot is not None:
-        raise InvalidArgument(f"--plot: found it with {source}, wanted no report of {MOE}")
+    op = reports.op_of(report)
+    if op in _WITHOUT_PICTURES and request.plot is not None:
+        raise InvalidArgument(f"--plot: found it with {source}, wanted no report of {op}")
     shapes: Sequence[AnyShape] | None = None
     if request.shapes.shapes is not None:
-        shapes = (
-            _of_report(report, request.shapes)
-            if is_moe
-            else presets.parse_shapes(request.shapes.shapes, "--shapes")
-        )
+        if op == MOE:
+            shapes = _of_report(report, request.shapes)
+        elif op in COLLECTIVES:
+            shapes = request.shapes.read_tensors(op)
+        else:
+            shapes = presets.parse_shapes(request.shapes.shapes, "--shapes")
     report = reports.narrow(report, shapes, request.ways)
     if request.compare is None and request.plot is None:
         report_tables.render(report, console())
@@ -274,9 +280,12 @@ def _shapes(
     named: presets.ShapeOptions, device: str, ranks: int, op: str
 ) -> tuple[Sequence[AnyShape] | None, list[str]]:
     """The shapes that are named, None where none is, and a line for each that is left out."""
+    if op in COLLECTIVES:
+        tensors: list[TensorShape] | None = named.read_tensors(op) if named.given else None
+        return (None, []) if tensors is None else presets.shared_equally(tensors, ranks, op)
     if op != MOE:
-        divides = 1 if op == MATMUL_ALL_REDUCE else ranks  # an all-reduce divides no rows
-        return presets.shared_equally(named.read(ranks, op), divides) if named.given else (None, [])
+        shapes = named.read(ranks, op) if named.given else None
+        return (None, []) if shapes is None else presets.shared_equally(shapes, ranks, op)
     if named.given:
         return presets.shared_equally(named.read_moe(), ranks)
     if named.routing is None:
@@ -290,7 +299,7 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
     _env.check()
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     op = request.op or ALL_GATHER_MATMUL
-    if op == MATMUL_ALL_REDUCE:
+    if op not in OPS:
         raise InvalidArgument(f"timeline: found {op}, wanted one of {', '.join(OPS)}")
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype, op=op

@@ -14,19 +14,19 @@ from agmm.cli.options import (
     TP_NAMES,
     ColumnsOfB,
     Device,
+    DType,
     ElementType,
-    ExplainedOp,
     File,
     LayoutOfB,
     Model,
-    PlannedOp,
+    Op,
     ReturnA,
     Routing,
     ScalingOf,
     Shapes,
-    TimedOp,
     Tokens,
     Tp,
+    TunedOp,
     Where,
 )
 from agmm.planning.shapes import MAX_EXTENT
@@ -71,9 +71,7 @@ class BenchOptions:
     model: Model = None
     tokens: Tokens = None
     routing: Routing = None
-    op: Annotated[TimedOp | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = (
-        None
-    )
+    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -151,7 +149,7 @@ class TuneOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
-    op: PlannedOp = None
+    op: TunedOp = None
     tp: Tp = None
     dtype: ElementType = None
     scaling: ScalingOf = None
@@ -169,6 +167,13 @@ class TuneOptions:
             "explain` on GPUs other than Hopper; takes no other options.",
         ),
     ] = False
+
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether no option says which of a layer's calls are meant, of 16 bits or more."""
+        said = self.op, self.scaling, self.b_layout
+        is_fp8 = self.dtype is DType.float8_e4m3fn
+        return said == (None, None, None) and not (self.return_a or is_fp8)
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class ExplainOptions:
     tokens: Tokens = None
     routing: Routing = None
     op: Annotated[
-        ExplainedOp | None,
+        Op | None,
         typer.Option(
             help="Which call; all_gather_matmul by default. Behind a matmul the rows are those of "
             "A."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from agmm import _core
 from agmm.cli import gpu_names
@@ -192,10 +192,6 @@ def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
     return problem.op == ALL_GATHER_MATMUL and illegal is None and bool(kernels)
 
 
-def is_collective(op: str) -> bool:
-    return op in (*get_args(Kind), NORM)
-
-
 def with_activation(problem: Problem, activation: str) -> Problem:
     """The problem of a kernel that computes an activation, where there may be one, of the n of a
     weight. Raises InvalidArgument for no activation's name, and other ops than all-gather + matmul.
@@ -210,15 +206,6 @@ def with_activation(problem: Problem, activation: str) -> Problem:
     wide = replace(problem, n=problem.n * (2 if epilogue.is_gated else 1))
     has_own = problem.gpu != CPU and not problem.format.startswith("float8")
     return replace(wide, epilogue=epilogue.kernel) if has_own else wide
-
-
-def check_columns(kind: str, n: int | None) -> None:
-    """Raises InvalidArgument where a call with a matmul has no ``n``, or a collective has one."""
-    if is_collective(kind):
-        if n is not None:
-            raise InvalidArgument(f"n: found {n}, wanted none for {kind}, of --m rows by --k")
-    elif n is None:
-        raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
 
 
 def explain_norm(rows: int, columns: int, itemsize: int, world_size: int, gpu: str) -> Explanation:
@@ -273,7 +260,11 @@ def explain_collective(
         Alternative(name, us, _CHOSEN if name == chosen else "")
         for name, us in sorted(predicted.items(), key=lambda pair: pair[1])
     )
-    return Explanation(asked, call, chosen, reason, alternatives=tuple(alternatives))
+    return Explanation(
+        *(asked, call, chosen, reason),
+        predicted_us=predicted.get(chosen),
+        alternatives=tuple(alternatives),
+    )
 
 
 def _size(nbytes: int) -> str:

@@ -11,11 +11,11 @@ from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.command_options import ExplainOptions
 from agmm.cli.explain_moe import explain_moe
 from agmm.cli.explanations import Explanation
-from agmm.cli.options import DTYPE_NAMES, DType, ExplainedOp, Layout, element_bytes
+from agmm.cli.options import DTYPE_NAMES, DType, Layout, Op, element_bytes
 from agmm.cli.terminal import console, print_table
 from agmm.errors import InvalidArgument
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.problems import CPU, MOE, Problem
+from agmm.planning.problems import COLLECTIVES, CPU, MOE, Problem
 from agmm.planning.shapes import Shape
 
 
@@ -30,13 +30,13 @@ def run(options: ExplainOptions) -> None:
         return
     if options.tp is None:
         raise InvalidArgument("tp: found none, wanted --tp, the number of ranks, or --file")
-    op = (options.op or ExplainedOp.all_gather_matmul).value
+    op = (options.op or Op.all_gather_matmul).value
     gpu = gpu_names.find_gpu(options.gpu)
     dtype = options.dtype or (DType.fp32 if gpu == CPU else DType.bf16)
     if op == MOE:
         found = _mixtures(options, options.tp, gpu, dtype)
-    elif explain.is_collective(op):
-        found = [_collective(options, op, options.tp, gpu, dtype)]
+    elif op in COLLECTIVES:
+        found = _collectives(options, op, options.tp, gpu, dtype)
     else:
         found = _products(options, op, options.tp, gpu, dtype)
     if options.as_json:
@@ -47,7 +47,7 @@ def run(options: ExplainOptions) -> None:
             console().print(said, soft_wrap=True, markup=False)
     else:
         head = found[0].asked
-        where = f"{head['operands']}, {head['ranks']} ranks on {head['gpu']}"
+        where = f"{head.get('operands', dtype.value)}, {head['ranks']} ranks on {head['gpu']}"
         console().print(f"{op}, {where}", soft_wrap=True, markup=False)
         print_table(console(), explanations.summary(found))
 
@@ -71,21 +71,24 @@ def _run_file(options: ExplainOptions) -> None:
     )
 
 
-def _collective(
+def _collectives(
     options: ExplainOptions, kind: str, ranks: int, gpu: str, dtype: DType
-) -> Explanation:
-    of_others = "shapes", "model", "tokens", "scaling", "return_a", "b_layout"
-    for name in (*of_others, "activation", "routing"):
+) -> list[Explanation]:
+    """The explanation of the call on each tensor."""
+    for name in ("scaling", "return_a", "b_layout", "activation"):
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with {kind}, wanted --m rows by --k")
-    explain.check_columns(kind, options.n)
-    if options.m is None or options.k is None:
-        raise InvalidArgument(f"shape: found no --m or --k, wanted both for {kind}")
-    sizes = options.m, options.k, element_bytes(dtype), ranks, gpu
-    if kind == explain.NORM:
-        return explain.explain_norm(*sizes)
-    return explain.explain_collective(cast(Kind, kind), *sizes)
+    one = options.m, options.n, options.k
+    shapes = ShapeOptions(options.shapes, None, options.model, options.tokens, one, options.routing)
+    itemsize = element_bytes(dtype)
+    found: list[Explanation] = []
+    for m, k in shapes.read_tensors(kind):
+        if kind == explain.NORM:
+            found.append(explain.explain_norm(m, k, itemsize, ranks, gpu))
+        else:
+            found.append(explain.explain_collective(cast(Kind, kind), m, k, itemsize, ranks, gpu))
+    return found
 
 
 def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> list[Explanation]:
@@ -115,8 +118,8 @@ def _products(
     there is no such call."""
     one = options.m, options.n, options.k
     shapes = ShapeOptions(options.shapes, None, options.model, options.tokens, one, options.routing)
-    if options.m is not None and options.k is not None:
-        explain.check_columns(op, options.n)
+    if options.m is not None and options.k is not None and options.n is None:
+        raise InvalidArgument(f"n: found none, wanted the columns of B for {op}")
     listed = shapes.read(ranks, op)
     found: list[Explanation] = []
     for shape in listed:

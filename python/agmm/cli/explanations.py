@@ -117,18 +117,22 @@ def as_json(found: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(found: Sequence[Explanation]) -> Table:
-    """A table with a line for each of several shapes."""
+    """A table with a line for each of several shapes, of one op."""
+    names = [name for name in "mnk" if name in found[0].asked]
     table = plain_table()
-    table.add_column("M x N x K", no_wrap=True)
+    table.add_column(" x ".join(names).upper().replace("X", "x"), no_wrap=True)
     table.add_column("plan", overflow="fold")
-    for name in ("predicted", "÷ alone", "measured"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("from", overflow="fold")
+    of_matmul = "n" in names
+    for heading in ("predicted", "÷ alone", "measured")[: None if of_matmul else 1]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if of_matmul:
+        table.add_column("from", overflow="fold")
     for one in found:
-        sizes = " x ".join(str(one.asked[name]) for name in "mnk")
+        sizes = " x ".join(str(one.asked[name]) for name in names)
         ratio = "-"
         if one.predicted_us is not None and one.alone_us is not None:
             ratio = f"{max(1.0, one.predicted_us / one.alone_us):.2f}"
         times = ["-" if us is None else duration(us) for us in (one.predicted_us, one.measured_us)]
-        table.add_row(sizes, one.plan, times[0], ratio, times[1], one.source or "-")
+        cells = [times[0], ratio, times[1], one.source or "-"]
+        table.add_row(sizes, one.plan, *cells[: None if of_matmul else 1])
     return whole(table)

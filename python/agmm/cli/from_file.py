@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from agmm.bench import launcher, recorded
 from agmm.bench.presets import ShapeOptions
-from agmm.bench.tuning_session import TuningOptions
 from agmm.cli import explain as explain_module
 from agmm.cli import explanations, gpu_names, tuning
 from agmm.cli.explanations import Explanation
@@ -19,7 +17,6 @@ from agmm.errors import InvalidArgument
 from agmm.ops import recordings, seen
 from agmm.ops.recordings import RecordedCall
 from agmm.planning.problems import CPU, Problem
-from agmm.planning.shapes import Shape
 from agmm.runtime.epilogues import Epilogue
 
 
@@ -48,8 +45,6 @@ def tune(
     Raises:
         InvalidArgument: the file has nothing that can be tuned; before anything is measured.
     """
-    import torch
-
     calls = recorded.read(shapes, wanted)
     assert calls is not None
     given = recorded.ranks_of(calls, launcher.world_size_or(tp))
@@ -58,46 +53,7 @@ def tune(
     runs, lines = recorded.runs(calls, ranks, each_weight=True)
     if reason is not None:
         lines.insert(0, reason)
-    sessions: list[tuple[recorded.Run, TuningOptions]] = []
-    for run, listed in runs.items():
-        served: list[Shape] = []
-        for shape in listed:
-            try:
-                _session(run, kind, ranks, [shape], getattr(torch, run.dtype), again)
-            except InvalidArgument as error:
-                lines.append(f"left out {run.op} {shape} {run.dtype}: {error}")
-            else:
-                served.append(shape)
-        if served:
-            dtype = getattr(torch, run.dtype)
-            sessions.append((run, _session(run, kind, ranks, served, dtype, again)))
-    if launcher.is_rank_0():
-        for line in lines:
-            print(f"agmm: {line}", file=sys.stderr)
-    if not sessions:
-        raise InvalidArgument(f"file: found no calls in {shapes.file} that can be tuned")
-    all_kept = True
-    for run, session in sessions:
-        if launcher.is_rank_0():
-            print(f"agmm: {run}, {len(session.shapes)} shapes", file=sys.stderr)
-        all_kept = tuning.run(session, ranks) and all_kept
-    return all_kept
-
-
-def _session(
-    run: recorded.Run, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
-) -> TuningOptions:
-    return TuningOptions.of(
-        kind,
-        ranks,
-        shapes,
-        dtype,  # type: ignore[arg-type]  # this module imports no torch for its annotations
-        op=run.op,
-        scaling=run.scaling,
-        return_A=run.return_A,
-        row_major=run.b_layout == "row",
-        again=again,
-    )
+    return tuning.run_all(runs, lines, kind, ranks, again=again)
 
 
 def explain(

@@ -35,7 +35,7 @@ class Command(TyperCommand):
         super().__init__(*args, **keywords)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _as_choices(ctx, _as_flags(self.params, args)))
+        return super().parse_args(ctx, _as_choices(_as_flags(self.params, args)))
 
 
 _BOOLS = {"true": True, "false": False}
@@ -90,19 +90,6 @@ class Scaling(str, Enum):
 class Op(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
-    moe = "moe"
-
-
-class TimedOp(str, Enum):
-    all_gather_matmul = "all_gather_matmul"
-    matmul_reduce_scatter = "matmul_reduce_scatter"
-    matmul_all_reduce = "matmul_all_reduce"
-    moe = "moe"
-
-
-class ExplainedOp(str, Enum):
-    all_gather_matmul = "all_gather_matmul"
-    matmul_reduce_scatter = "matmul_reduce_scatter"
     matmul_all_reduce = "matmul_all_reduce"
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
@@ -118,12 +105,11 @@ class Layout(str, Enum):
 
 _CHOICES: dict[str, type[Enum]] = {
     "--device": Device,
+    "--op": Op,
     "--dtype": DType,
     "--scaling": Scaling,
     "--b-layout": Layout,
 }
-_OPS_OF: dict[str, type[Enum]] = {"bench": TimedOp, "explain": ExplainedOp}
-"""The ops of a command, where they are others than those of `agmm tune`."""
 _OTHER_NAMES = {
     "--dtype": {
         "bfloat16": "bf16",
@@ -140,20 +126,19 @@ _OTHER_NAMES = {
 """Names that people give to values, by option, beside the values' own."""
 
 
-def _as_choices(ctx: Any, args: list[str]) -> list[str]:
+def _as_choices(args: list[str]) -> list[str]:
     """The arguments, in which the value of an option is the name that it is listed under.
 
     Raises:
         typer.BadParameter: a value is not known but looks like one that is.
     """
-    choices = {**_CHOICES, "--op": _OPS_OF.get(ctx.info_name, Op)}
     found: list[str] = []
     for arg in args:
         name, has_value, value = arg.partition("=")
-        if has_value and name in choices:
-            found.append(f"{name}={_choice(name, value, choices[name])}")
-        elif found and found[-1] in choices:
-            found.append(_choice(found[-1], arg, choices[found[-1]]))
+        if has_value and name in _CHOICES:
+            found.append(f"{name}={_choice(name, value, _CHOICES[name])}")
+        elif found and found[-1] in _CHOICES:
+            found.append(_choice(found[-1], arg, _CHOICES[found[-1]]))
         else:
             found.append(arg)
     return found
@@ -170,11 +155,6 @@ def _choice(option: str, given: str, choices: type[Enum]) -> str:
         return known[squeezed]
     close = difflib.get_close_matches(squeezed, known, 1)
     listed = ", ".join(names)
-    is_explained = option == "--op" and squeezed in {_squeezed(op.value) for op in ExplainedOp}
-    if is_explained and not any(squeezed in name for name in known):
-        raise typer.BadParameter(
-            f"{option}: found {given!r}, wanted one of {listed}; `agmm explain` says the plan of it"
-        )
     if not close:
         return given
     raise typer.BadParameter(
@@ -190,7 +170,7 @@ Shapes = Annotated[
     str | None,
     typer.Option(
         help="MxNxK, comma-separated: the rows of all ranks, and what a rank multiplies. Of moe "
-        "TOKENSxHIDDENxINNERxEXPERTSxK, of all ranks.",
+        "TOKENSxHIDDENxINNERxEXPERTSxK, of a collective MxK, both of all ranks.",
         metavar="MxNxK,...",
     ),
 ]
@@ -205,7 +185,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="The projections of this model: QKV and gate/up; of matmul_reduce_scatter the "
-        "attention's output and down; of moe its experts."
+        "attention's output and down; of moe its experts; of a collective its hidden features."
     ),
 ]
 Tokens = Annotated[
@@ -239,11 +219,12 @@ ElementType = Annotated[
 ScalingOf = Annotated[
     Scaling | None, typer.Option(help="Scales of float8_e4m3fn operands. Default: rowwise.")
 ]
-PlannedOp = Annotated[
+TunedOp = Annotated[
     Op | None,
     typer.Option(
-        help="Which call; all_gather_matmul by default, with recorded calls all of them. The rows "
-        "of matmul_reduce_scatter are those of A; moe is both calls of a mixture of experts."
+        help="Which call; all_gather_matmul by default, with recorded calls all of them, with "
+        "--model those of a layer's forward and backward. The rows of matmul_reduce_scatter are "
+        "those of A."
     ),
 ]
 ColumnsOfB = Annotated[

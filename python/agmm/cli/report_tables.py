@@ -147,9 +147,10 @@ def comparison_table(changes: Sequence[Change], op: str) -> Table:
     return built
 
 
-def tuning_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per shape: old and new plan with their times, gain, and ratio to the roof."""
-    table = plain_table("tuned (µs)")
+def tuning_table(outcomes: Sequence[Outcome], what: str = "") -> Table:
+    """One row per shape of what was tuned: old and new plan with their times, gain, and ratio to
+    the roof."""
+    table = plain_table(f"tuned{f': {what}' if what else ''} (µs)")
     table.add_column("shape", no_wrap=True)
     table.add_column("old plan", overflow="fold")
     table.add_column("new plan", overflow="fold")

@@ -1,6 +1,6 @@
 """Sequence parallelism of SGLang by agmm.
 
-SGLang loads the entry point of this module in its schedulers, and `enable` is called where
+SGLang loads the entry point of `agmm_plugins` in its schedulers, and `enable` is called where
 ``AGMM_SGLANG=1``:
 
     AGMM_SGLANG=1 python -m sglang.launch_server --tp 4 --enable-layernorm-sp ...
@@ -8,11 +8,10 @@ SGLang loads the entry point of this module in its schedulers, and `enable` is c
 
 from __future__ import annotations
 
-from agmm import _env
-from agmm.integrations import async_tp, plugins
+from agmm.integrations import async_tp
 from agmm.integrations.clients import Client
 
-__all__ = ["enable", "plugin"]
+__all__ = ["enable"]
 
 _CLIENT = Client("sglang", (0, 5, 23), (0, 5, 23), "0.5.23")
 
@@ -29,8 +28,3 @@ def enable() -> None:
     """
     _CLIENT.check()
     async_tp.enable()
-
-
-def plugin() -> None:
-    """Calls `enable` where ``AGMM_SGLANG=1``. Where that fails one warning says why."""
-    plugins.start(_env.SGLANG, enable)

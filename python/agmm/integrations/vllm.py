@@ -1,6 +1,6 @@
 """Tensor parallelism of vLLM by agmm.
 
-vLLM loads the entry point of this module in all its processes, and `enable` is called where
+vLLM loads the entry point of `agmm_plugins` in all its processes, and `enable` is called where
 ``AGMM_VLLM=1``:
 
     AGMM_VLLM=1 vllm serve MODEL --tensor-parallel-size 4
@@ -8,11 +8,10 @@ vLLM loads the entry point of this module in all its processes, and `enable` is 
 
 from __future__ import annotations
 
-from agmm import _env
-from agmm.integrations import async_tp, plugins
+from agmm.integrations import async_tp
 from agmm.integrations.clients import Client
 
-__all__ = ["enable", "plugin"]
+__all__ = ["enable"]
 
 _CLIENT = Client("vllm", (0, 31), (0, 33), "0.33.0")
 _WITHOUT_PASS = 0, 32
@@ -39,8 +38,3 @@ def enable() -> None:
     from agmm.integrations import vllm_linear
 
     vllm_linear.register()
-
-
-def plugin() -> None:
-    """Calls `enable` where ``AGMM_VLLM=1``. Where that fails one warning says why."""
-    plugins.start(_env.VLLM, enable)

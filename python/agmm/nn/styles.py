@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, warn_once
 from agmm.nn import fp8_recipe
 from agmm.nn._divided import Divided, note
 from agmm.nn._fp8 import gather_products, scatter_product
@@ -42,6 +42,7 @@ def _gathered_products(
     weights, biases = zip(*operands, strict=True)
     for target, weight in zip(targets, weights, strict=True):
         target.check_input(x, weight, dim, weight.shape[0])
+    _hint_at_gathered(targets[0], ranks, x, dim)
     # The fused path gathers along dimension 0.
     shard, rows = local(x, Shard(dim)), None
     if is_sized and math.prod(shard.shape[:dim]) > 1:
@@ -65,6 +66,18 @@ def _gathered_products(
         parts = [out.unflatten(0, (ranks.size, *rows)) for out in outs]
         outs = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
     return [wanted_output(style, ranks, out, Shard(out.dim() - 1)) for out in outs]
+
+
+def _hint_at_gathered(target: Target, ranks: Ranks, x: torch.Tensor, dim: int) -> None:
+    """Warns of an input that was gathered before: a shard of it is about to be gathered again."""
+    if not isinstance(x, DTensor) or ranks.size == 1 or torch.compiler.is_compiling():
+        return
+    if x.placements == (Replicate(),):
+        fault = target.fault(
+            f"x: found {x.placements}, wanted {(Shard(dim),)}: it was gathered before, and is "
+            "gathered again; leave out the PrepareModuleInput of its module"
+        )
+        warn_once(str(fault))
 
 
 class _GatherStyle(ParallelStyle):

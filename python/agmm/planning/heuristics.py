@@ -55,8 +55,6 @@ _MOST_SPLIT_CTAS = 96
 places that the clusters of the others need: with 100 to 120 of them calls on two H200 took up to
 twice as long as with 96."""
 
-_READINGS_THAT_HIDE = 2.0
-"""The readings of B that hide the arithmetic: see `reads_b_across`. A choice, not measured."""
 _ROWS_OF_A_COLUMN = 6
 """The most rows of tiles, or of clusters of them, with which `across` goes column by column
 (measured on one H100)."""
@@ -138,19 +136,23 @@ def batch_invariant_kernel(
 
 def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
     """Whether a matmul whose rows come in so many chunks should go ``across`` them: where reading
-    B, which the L2 cache does not hold, anew for each takes longer than the arithmetic. The last
-    chunk's tiles alone read all of it, so where chunks come late no more than about that is lost,
-    as long as the arithmetic takes no longer than two readings; or it saves more. One H100 with
-    4 chunks that are there took 391 µs instead of 675 at 624 × 28672 × 8192, and 72 instead of 116
-    at 192 × 18944 × 3584."""
-    arithmetic_us = cost_model.arithmetic_us(problem)
+    B, which the L2 cache does not hold, anew for each takes longer than the arithmetic, and one
+    reading saves more than tiles may have to wait for their chunks.
+
+    Reading and arithmetic take the time of both, as `cost_model.roofline_us` has it: on one H100
+    with 4 chunks that are there 391 µs instead of 675 at 624 × 28672 × 8192 and 72 instead of 116
+    at 192 × 18944 × 3584, on an H200 0.99 of torch.mm instead of 1.22 at 768 × 13824 × 5120. The
+    chunks of a gather come by the links, at the rate of a push, in the mean after half of it.
+    """
     rows_of_blocks = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
     readings = min(chunks, rows_of_blocks)
     if readings == 1 or cost_model.is_b_in_l2(problem):
         return False
+    arithmetic_us = cost_model.arithmetic_us(problem)
     once_us, anew_us = (cost_model.matmul_memory_us(problem, n) for n in (1, readings))
-    is_hidden = once_us * _READINGS_THAT_HIDE > arithmetic_us
-    return arithmetic_us < anew_us and (is_hidden or anew_us - arithmetic_us > once_us)
+    busy_us, busy_anew_us = (cost_model.roofline_us(arithmetic_us, us) for us in (once_us, anew_us))
+    waits_us = cost_model.pushed_us(problem) * (chunks - 1) / chunks / 2
+    return arithmetic_us < anew_us and busy_anew_us - busy_us > waits_us
 
 
 @lru_cache(maxsize=4096)

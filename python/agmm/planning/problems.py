@@ -178,6 +178,10 @@ MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
 MATMUL_ALL_REDUCE = "matmul_all_reduce"
 MOE = "moe"
 """Both calls of a mixture of experts, which `agmm bench` times and which have no plan."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_rms_norm")
+"""The ops without a matmul, which `agmm bench` times and `agmm explain` explains."""
+UNDIVIDED = (MATMUL_ALL_REDUCE, *COLLECTIVES[2:])
+"""The ops whose rows the ranks need not share equally."""
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 """The ops that are tuned; `Problem.op` may say `MATMUL_ALL_REDUCE` too."""
 

@@ -103,13 +103,42 @@ class MoEShape(NamedTuple):
         return weights + rows + 2 * self.tokens * self.hidden
 
 
-AnyShape = Shape | MoEShape
+class TensorShape(NamedTuple):
+    """What a collective gathers, scatters or sums: the rows of all ranks, and columns."""
+
+    M: int
+    K: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.K}"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorShape:
+        """Reads 'MxK', e.g. '64x8192'. Raises InvalidArgument for anything else."""
+        return cls(*_extents(text, "MxK", "64x8192"))
+
+    @property
+    def title(self) -> str:
+        return f"M x K = {self.M} x {self.K}"
+
+    def flops(self, world_size: int) -> int:
+        """No floating-point operations: a collective has no product."""
+        return 0
+
+    def elements(self, world_size: int) -> int:
+        """The elements that a rank holds: what it gives and gets, a residual, and references."""
+        return 4 * self.M * self.K
+
+
+AnyShape = Shape | MoEShape | TensorShape
 
 
 def shape_from(fields: dict[str, Any]) -> AnyShape:
     """The shape with these fields, as ``_asdict`` gives them, among others."""
-    kind = MoEShape if "experts" in fields else Shape
-    return kind(**{name: fields[name] for name in kind._fields})
+    for kind in (MoEShape, Shape, TensorShape):
+        if fields.keys() >= set(kind._fields):
+            return kind(**{name: fields[name] for name in kind._fields})
+    raise ValueError(f"fields: found {', '.join(fields)}, wanted those of a shape")
 
 
 class LocalShape(NamedTuple):

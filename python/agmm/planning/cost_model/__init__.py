@@ -58,6 +58,8 @@ from agmm.planning.cost_model.matmul import (
     is_b_in_l2,
     matmul_memory_us,
     matmul_us,
+    pushed_us,
+    roofline_us,
     sms_of,
 )
 from agmm.planning.cost_model.scatter import (
@@ -101,6 +103,8 @@ __all__ = [
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",
+    "pushed_us",
+    "roofline_us",
     "scatter_all_reduce_us",
     "scatter_blocks",
     "scatter_tiles",

@@ -128,6 +128,12 @@ def matmul_memory_us(problem: Problem, readings_of_b: int = 1) -> float:
     return (read + m * n * ELEMENT_BYTES) / (c.matmul_gb_per_s * 1e3)
 
 
+def pushed_us(problem: Problem) -> float:
+    """Time in which a push carries as many bytes as A has."""
+    nbytes = problem.m * formats.of(problem.format).row_bytes(problem.k)
+    return nbytes / (constants_for(problem).push_gb_per_s * 1e3)
+
+
 def arithmetic_us(problem: Problem) -> float:
     """Time of the library's arithmetic on the gathered A."""
     c = constants_for(problem)
