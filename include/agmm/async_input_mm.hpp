@@ -33,6 +33,8 @@ struct Scales {
   // neighbours.
   int32_t b_k_stride = 0;
   int32_t b_n_stride = 0;
+  // With Epilogue::Gate `b` are the scales of gate, and these those of up, with the same strides.
+  float const* b_up = nullptr;
 };
 
 /// A and A_local are row-major with leading dimension k, out with leading dimension

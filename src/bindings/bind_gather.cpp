@@ -88,7 +88,7 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
                     uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
   AsyncInputArgs args = problem.args;
   const bool is_gated = args.problem.epilogue == agmm::Epilogue::Gate;
-  Addresses at(addresses, is_gated ? 9 : 7);
+  Addresses at(addresses, is_gated ? 10 : 7);
   args.operands.a = at.next<void>();
   args.operands.b = at.next<void>();
   args.operands.scales.a = at.next<float>();
@@ -99,6 +99,7 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
   if (is_gated) {
     args.operands.b_up = at.next<void>();
     args.operands.bias_up = at.next<void>();
+    args.operands.scales.b_up = at.next<float>();
   }
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
@@ -183,7 +184,7 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
   agmm::Gather gather = problem.gather;
   std::vector<agmm::Weight> weights = problem.weights;
   const std::size_t gates = std::count_if(weights.begin(), weights.end(), is_gated);
-  Addresses at(addresses, 4 + 4 * weights.size() + 2 * gates);
+  Addresses at(addresses, 4 + 4 * weights.size() + 3 * gates);
   gather.a_shard = at.next<void>();
   gather.scales = at.next<float>();
   gather.a_out = at.next<void>();
@@ -197,6 +198,7 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
     if (!is_gated(weight)) continue;
     weight.b_up = at.next<void>();
     weight.bias_up = at.next<void>();
+    weight.scales_up = at.next<float>();
   }
   return op(gather, weights, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
 }
@@ -222,7 +224,8 @@ void bind_gather(py::module_& m) {
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
-        "out and signals, of a gate those of up and its bias too; 0 where there is none.");
+        "out and signals, of a gate those of up, its bias and scale_up too; 0 where there is "
+        "none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -276,12 +279,12 @@ void bind_gather(py::module_& m) {
           "0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
-      .def(
-          "all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
-          py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
-          "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
-          "gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up and its "
-          "bias too; 0 where there is none. tile_times: the address for the times of the first "
-          "weight's tiles, or 0. Returns "
-          "whether the stream is being captured.");
+      .def("all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
+           py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
+           "gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up, its "
+           "bias and scale_up too; 0 where there is none. tile_times: the address for the times of "
+           "the first "
+           "weight's tiles, or 0. Returns "
+           "whether the stream is being captured.");
 }

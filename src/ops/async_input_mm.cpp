@@ -97,6 +97,9 @@ KernelEntry const& check(AsyncInputArgs const& args) {
     require_multiple("up", "leading dimension", operands.ldb_up, alignment_of(p.dtype));
     require_aligned("up", operands.b_up);
     if (operands.bias_up != nullptr) require_aligned("bias_up", operands.bias_up);
+    if (is_fp8(p.dtype) && operands.scales.b_up == nullptr) {
+      refuse("scale_up", "null", "device memory");
+    }
   }
   if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
   if (operands.bias != nullptr) require_aligned("bias", operands.bias);

@@ -163,9 +163,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
         weight.b,   weight.ldb,     weight.bias, weight.out};
     mm.operands.scales = {
-        gathered.scales,         weight.scales,        true,
-        weight.scale_per_column, gather.scales,        is_first ? gather.scales_out : nullptr,
-        weight.scale_k_stride,   weight.scale_n_stride};
+        gathered.scales,         weight.scales,         true,
+        weight.scale_per_column, gather.scales,         is_first ? gather.scales_out : nullptr,
+        weight.scale_k_stride,   weight.scale_n_stride, weight.scales_up};
     mm.operands.b_up = weight.b_up;
     mm.operands.ldb_up = weight.ldb_up;
     mm.operands.bias_up = weight.bias_up;

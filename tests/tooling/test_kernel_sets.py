@@ -308,7 +308,10 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
         ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain, activation, gate"),
         ({"epilogue": "gate", "timed": True}, "epilogue: found 'gate', wanted plain but for all_"),
-        (FP8 | {"epilogue": "activation"}, "epilogue: found 'activation', wanted plain but for"),
+        (
+            FP8 | {"epilogue": "gate", "accumulation": "slow", "tile": "128x128x128"},
+            "tile: found '128x128x128', wanted 256 columns with a gate and slow sums",
+        ),
         ({"epilogue": "gate", "cluster": "1x2"}, "epilogue: found 'gate', wanted no gate with sw"),
         ({"epilogue": "gate", "tile": "128x192x64"}, "tile: .*, wanted a multiple of 128 columns"),
         ({"tiles": "128x256x64"}, "tiles: found it, wanted only op, tile, cluster, "),

@@ -44,6 +44,8 @@ _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
 _COLUMNS_OF_HALVES = 128
 """The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
+_COLUMNS_OF_TWO = 256
+"""The columns of a gate's tile whose sums are promoted: those of two MMAs, one for each weight."""
 _STREAMED_K = 128
 """The K of a tile of a streaming kernel (`agmm::kStreamedK`)."""
 _ROWS_OF_GROUPED = 64
@@ -194,8 +196,10 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     elif row.op != GATHER and row.swapped:
         yield "swapped", f"false with {row.op}"
     if row.epilogue != "plain" and row.op != GROUPED:
-        if row.op != GATHER or row.is_fp8 or row.timed:
-            yield "epilogue", f"plain but for {GATHER} of operands of 16 bits, not timed"
+        if row.op != GATHER or row.timed:
+            yield "epilogue", f"plain but for {GATHER}, not timed"
+        if row.epilogue == "gate" and row.accumulation != "fast" and row.tile[1] != _COLUMNS_OF_TWO:
+            yield "tile", f"{_COLUMNS_OF_TWO} columns with a gate and {row.accumulation} sums"
         if row.epilogue == "gate" and (row.swapped or row.cluster[1] != 1):
             yield "epilogue", "no gate with swapped, or a cluster of more than a tile along N"
         if row.epilogue == "gate" and row.tile[1] % _COLUMNS_OF_HALVES:

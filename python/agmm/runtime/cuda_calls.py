@@ -111,14 +111,34 @@ def bias_pointer(bias: torch.Tensor | None, copies: list[torch.Tensor]) -> int:
     return aligned_pointer(bias, copies)
 
 
-Up = tuple[torch.Tensor, torch.Tensor | None]
-"""The second weight of a gate, and its bias."""
+class Up(NamedTuple):
+    """The second weight of a gate."""
+
+    B: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    """The scales of an fp8 weight."""
 
 
-def up_pointers(up: Up | None, copies: list[torch.Tensor]) -> tuple[int, int]:
-    """The addresses of a second weight and its bias, as the core wants them behind the others."""
+def up_pointers(
+    up: Up | None, scale: torch.Tensor | None, alignment: int, copies: list[torch.Tensor]
+) -> tuple[int, int, int]:
+    """The addresses of a second weight, its bias and its scales, as the core wants them behind the
+    others.
+
+    Args:
+        scale: the first weight's, which the second one's lie as.
+        alignment: that of both, as `scale_pointer` takes it.
+    """
     assert up is not None  # a gate has two weights
-    return aligned_pointer(up[0], copies), bias_pointer(up[1], copies)
+    of_up = 0
+    if up.scale is not None and scale is not None:
+        found = up.scale
+        if not alignment and found.stride() != scale.stride():
+            found = found.new_empty_strided(scale.shape, scale.stride()).copy_(found)
+            copies.append(found)
+        of_up = scale_pointer(found, alignment, copies)
+    return aligned_pointer(up.B, copies), bias_pointer(up.bias, copies), of_up
 
 
 def up_leading(up: torch.Tensor | None) -> int:
@@ -209,7 +229,7 @@ class ReadyMatmul(NamedTuple):
             scale_a, scale_b: float32, of fp8 operands; with signals, ``scale_a`` is contiguous.
             tile_times: uint8, where the kernel records when each tile waited and ran (timed
                 kernels).
-            up: the second weight of a gate, and its bias.
+            up: the second weight of a gate.
 
         Raises:
             InvalidArgument: the kernel cannot take the operands; the message says why.
@@ -234,7 +254,7 @@ class ReadyMatmul(NamedTuple):
                         bias_pointer(bias, copies),
                         out.data_ptr(),
                         0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                        *(up_pointers(up, copies) if is_gated else ()),
+                        *(up_pointers(up, scale_b, b_scale_alignment, copies) if is_gated else ()),
                     ),
                     stream_of(a.device),
                     0 if tile_times is None else tile_times.data_ptr(),

@@ -97,7 +97,8 @@ class ReadyGather(NamedTuple):
         )
         up: Up | None = None
         if gated:
-            up, Bs, biases = (Bs[1], biases[1]), Bs[:1], biases[:1]
+            up = Up(Bs[1], biases[1], scale_bs[1] if scale_bs else None)
+            Bs, biases, scale_bs = Bs[:1], biases[:1], scale_bs[:1]
         if scale_a is None:
             scale_bs = (None,) * len(weights)
         if alone:
@@ -131,7 +132,7 @@ class ReadyGather(NamedTuple):
                     out.data_ptr(),
                 )
             if gated:
-                addresses += up_pointers(up, copies)
+                addresses += up_pointers(up, scale_bs[0], weights[0].b_scale_alignment, copies)
             enqueue(
                 workspace,
                 slot_bytes,

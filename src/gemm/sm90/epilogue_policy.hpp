@@ -20,6 +20,11 @@ namespace agmm {
 template <int kSize>
 using Floats = cutlass::Array<float, kSize>;
 
+struct ColumnScaleArgs {
+  float const* scales = nullptr;
+  bool is_per_column = false;  // else one for all columns
+};
+
 /// The arithmetic of an epilogue, in float32, without scales: what tells one from another.
 /// finish() makes a row's columns of `out` of as many sums that are whole and scaled, where one
 /// column of B becomes one of out. kKeepsSums: without a bias it changes nothing. kNoBias is added
@@ -73,6 +78,7 @@ struct EpilogueMath<Epilogue::Gate> {
   struct Of {
     Activation activation = Activation::Relu;
     Out const* bias_up = nullptr;  // [columns of out] or null
+    ColumnScaleArgs column_scales_up{};
   };
 
   template <class Function>
@@ -89,11 +95,6 @@ struct OwnArgsOf {
 template <class Out>
 struct OwnArgsOf<Epilogue::Gate, Out> {
   using type = typename EpilogueMath<Epilogue::Gate>::template Of<Out>;
-};
-
-struct ColumnScaleArgs {
-  float const* scales = nullptr;
-  bool is_per_column = false;  // else one for all columns
 };
 
 /// All that an epilogue reads beside the sums.

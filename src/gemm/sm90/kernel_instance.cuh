@@ -131,7 +131,7 @@ struct KernelInstance {
   using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
   /// Whether a tile has the sums of two weights, which GatedEpilogue makes results of.
   static constexpr bool kIsGated = Policy::kColumnsPerOut == 2;
-  static_assert(!kIsGated || (!kSwapped && !Types::kIsFp8));
+  static_assert(!kIsGated || !kSwapped);
   static constexpr int kOutN = kMmaN / Policy::kColumnsPerOut;  // columns of out in a tile
   using OutTile = cute::Shape<cute::Int<kMmaM>, cute::Int<kOutN>, cute::Int<TileK>>;
   template <bool kRoundsOnly, class OfPolicy>
@@ -215,7 +215,7 @@ struct KernelInstance {
   using StoringEpilogue = typename WithStoreBuffers<UsualEpilogue, store_buffers()>::type;
   template <bool kBehindGate, class Storing>
   struct BehindGate {
-    using type = GatedEpilogue<Storing, Policy, OutTile, MmaOf<kMmaColumns / 2>>;
+    using type = GatedEpilogue<Storing, Policy, OutTile, MmaOf<wgmma_columns(kOutN)>>;
   };
   template <class Storing>
   struct BehindGate<false, Storing> {
@@ -249,18 +249,21 @@ struct KernelInstance {
     return input;
   }
 
-  static BlockScaleArgs block_scales(AsyncInputArgs const& mm) {
+  static typename Mainloop::ScaleArgs block_scales(AsyncInputArgs const& mm) {
     Scales const& scales = mm.operands.scales;
-    return {scales.a,
-            scales.a_local,
-            {mm.operands.local_begin, mm.operands.local_end},
-            scales.a_out,
-            scales.b,
-            scales.b_k_stride,
-            scales.b_n_stride,
-            mm.problem.m,
-            mm.problem.n,
-            ceil_div(mm.problem.k, TileK)};
+    typename Mainloop::ScaleArgs args;
+    static_cast<BlockScaleArgs&>(args) = {scales.a,
+                                          scales.a_local,
+                                          {mm.operands.local_begin, mm.operands.local_end},
+                                          scales.a_out,
+                                          scales.b,
+                                          scales.b_k_stride,
+                                          scales.b_n_stride,
+                                          mm.problem.m,
+                                          mm.problem.out_columns(),
+                                          ceil_div(mm.problem.k, TileK)};
+    if constexpr (kIsGated) args.b_up = scales.b_up;
+    return args;
   }
 
   static SplitK split_k(AsyncInputArgs const& mm) {
@@ -309,6 +312,7 @@ struct KernelInstance {
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     if constexpr (kIsGated) {
       epilogue.bias_up = static_cast<Element const*>(operands.bias_up);
+      epilogue.column_scales_up = {operands.scales.b_up, operands.scales.b_per_column};
       gemm.epilogue.gate = epilogue;
       gemm.mainloop.ptr_B_up = operands.b_up;
       gemm.mainloop.ldb_up = operands.ldb_up;
