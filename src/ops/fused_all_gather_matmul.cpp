@@ -169,6 +169,8 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     mm.operands.b_up = weight.b_up;
     mm.operands.ldb_up = weight.ldb_up;
     mm.operands.bias_up = weight.bias_up;
+    mm.operands.out_scales = weight.out_scales;
+    mm.operands.given_out_scale = weight.given_out_scale;
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;

@@ -20,13 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import agmm
 from agmm.errors import InvalidArgument, Unsupported, forget_warnings
 from agmm.ops import gather as gather_flow
-from agmm.ops import recordings
+from agmm.ops import kept, quantized_gates, recordings
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
+from agmm.ops.quantized_gates import _Plain as _QuantisedPlain
 from agmm.planning import built_kernels, call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.planner import Planner
@@ -550,6 +551,63 @@ def test_kernels_of_fp8_get_their_epilogue(
 
 def _problem_without_gpu(shape: Any, operands: str, device: Any, **more: Any) -> Problem:
     return Problem(*shape, format=operands, epilogue=more["epilogue"])
+
+
+def _with_fp8_results(op: str, form: str, epilogue: str = "bias", layout: str = "") -> Any:
+    """The kernels of a build that has those of quantised results, for B by column alone."""
+    is_there = epilogue == "gate_fp8" and layout == "column"
+    return default_kernels(op, "bfloat16", "gate", layout) if is_there else ()
+
+
+class _QuantisingOnCuda(_QuantisedPlain):
+    """A call of a kernel whose result is fp8, with what a kernel would be given as its scales."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.device = torch.device("cuda", 0)
+
+    def route(self) -> Route:
+        return Route(KERNEL)
+
+    def why_not_fused(self) -> str | None:
+        return None
+
+    def problem(self, weight: int | None) -> Problem:
+        return mock.Mock(format="bf16")
+
+    def ready_on_cuda(self, workspace: Any, kernels: Any, transport: FusedGather) -> Any:
+        assert self.in_kernel is not None and self.in_kernel.kernel == "gate_fp8"
+        return lambda A, Bs, biases, scale_a, scale_bs, scale_out: (None, None, [A, scale_out])
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "by_column", "is_in_kernel"),
+    [
+        ("block", 48, True, True),
+        ("tensorwise", 48, True, True),
+        ("block", 40, True, False),  # whose rows of fp8 are no multiple of 16 bytes
+        ("block", 48, False, False),  # for which there is no such kernel
+    ],
+)
+def test_a_kernel_quantises_gated_results(
+    kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    columns: int,
+    by_column: bool,
+    is_in_kernel: bool,
+) -> None:
+    monkeypatch.setattr(built_kernels, "kernels_of", _with_fp8_results)
+    monkeypatch.setattr(quantized_gates, "is_for_kernel", lambda *_: True)
+    monkeypatch.setattr(quantized_gates, "_Plain", _QuantisingOnCuda)
+    monkeypatch.setattr(kept, "kind_on_gpu", lambda *given: ("quantised", kind, columns, by_column))
+    weight = torch.ones(columns, 64).t()
+    Bs = [weight if by_column else weight.contiguous()] * 2
+    A, scale = torch.ones(8, 64), torch.ones(()) if kind == "tensorwise" else None
+    asked = quantized_gates.Asked("silu_mul", kind, scale, None, True, None, 0)
+    for _ in range(2):  # planned, and kept
+        found = quantized_gates.gather(asked, A, Bs, None)
+        assert found == (A, scale) if is_in_kernel else found is None
 
 
 def test_calls_with_and_without_an_epilogue_have_plans_of_their_own() -> None:

@@ -126,7 +126,7 @@ def activated_on_cuda(
     ready = ready_matmul_of(
         *(A, weight, a_chunk_signals, pivot), config=config, epilogue=epilogue, up=second
     )
-    scales = {"scale_a": A.scale, "scale_b": weight.B.scale}
+    scales: dict[str, Any] = {"scale_a": A.scale, "scale_b": weight.B.scale}
     return ready(A.values, weight.B.values, a_chunk_signals, bias=weight.bias, up=up, **scales)
 
 

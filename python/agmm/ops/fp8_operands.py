@@ -138,7 +138,11 @@ def kernel_of(
     """What the core is told of a product whose problem is `problem_of`'s."""
     accumulation = Accumulation.__members__[formats.of(problem.format).accumulation]
     kernel = cuda_scaled.kernel_of(A, weight, config.core, accumulation)
-    return kernel if epilogue is None else kernel._replace(activation=epilogue.activation)
+    return kernel if epilogue is None else _with(kernel, epilogue)
+
+
+def _with(kernel: Kernel, epilogue: Epilogue) -> Kernel:
+    return kernel._replace(activation=epilogue.activation, quantize_out=epilogue.quantize_out)
 
 
 def ready_matmul_of(

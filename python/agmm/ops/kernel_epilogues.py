@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from agmm import _core
 from agmm.planning import built_kernels
 from agmm.planning.problems import ALL_GATHER_MATMUL, MAX_SIZE, KernelConfig
 from agmm.runtime import cuda_scaled
@@ -56,8 +57,11 @@ def why_scaled_behind(
 
 
 def _too_wide(epilogue: Epilogue, Bs: Sequence[torch.Tensor]) -> str | None:
-    """Why the columns of the weights of a gate are too many to be counted together, or None."""
+    """Why the columns of the weights of a gate are too many to be counted together, or as many as
+    no row of fp8 can have, or None."""
     most, n = MAX_SIZE // len(Bs), Bs[0].shape[1]
+    if epilogue.quantize_out and n % _core.FP8_ALIGNMENT:
+        return f"B: found N={n}, wanted a multiple of {_core.FP8_ALIGNMENT} with quantize_out"
     if n <= most:
         return None
     return f"B: found N={n}, wanted at most {most} in a kernel with {epilogue.activation!r}"

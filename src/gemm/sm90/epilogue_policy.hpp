@@ -87,6 +87,16 @@ struct EpilogueMath<Epilogue::Gate> {
   }
 };
 
+/// Quantises what Gate makes.
+template <>
+struct EpilogueMath<Epilogue::GateFp8> : EpilogueMath<Epilogue::Gate> {
+  template <class Out>
+  struct Of : EpilogueMath<Epilogue::Gate>::Of<Out> {
+    float* out_scales = nullptr;             // [rows, blocks of columns], or [1]
+    float const* given_out_scale = nullptr;  // of all values, or null
+  };
+};
+
 /// What an epilogue reads of its own, by the type of the result.
 template <Epilogue kEpilogue, class Out>
 struct OwnArgsOf {
@@ -95,6 +105,10 @@ struct OwnArgsOf {
 template <class Out>
 struct OwnArgsOf<Epilogue::Gate, Out> {
   using type = typename EpilogueMath<Epilogue::Gate>::template Of<Out>;
+};
+template <class Out>
+struct OwnArgsOf<Epilogue::GateFp8, Out> {
+  using type = typename EpilogueMath<Epilogue::GateFp8>::template Of<Out>;
 };
 
 /// All that an epilogue reads beside the sums.
@@ -126,6 +140,9 @@ struct EpiloguePolicy {
   using Args = EpilogueArgs<kEpilogue, Out>;
   using Math = EpilogueMath<kEpilogue>;
   static constexpr bool kScaled = kScaled_;
+  static constexpr bool kQuantizes = quantizes(kEpilogue);
+  /// The type of what is stored.
+  using Stored = cute::conditional_t<kQuantizes, cutlass::float_e4m3_t, Out>;
   static constexpr int kColumnsPerOut = columns_per_out(kEpilogue);
   static constexpr bool kHasOwn = !std::is_empty_v<typename OwnArgsOf<kEpilogue, Out>::type>;
 

@@ -7,6 +7,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "gemm/fp8_scale.cuh"
 #include "gemm/sm90/activations.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/wgmma.hpp"
@@ -103,12 +104,17 @@ struct GatedEpilogue : Base {
           results.data()[i + kHalf * atom] =
               Policy::Math::finish(sums.data()[i + At::kAtom * atom],
                                    sums.data()[i + At::kUp + At::kAtom * atom], function);
-          if constexpr (kSideBySide == 2) {
+          if constexpr (kSideBySide == 2 || Policy::kQuantizes) {  // else values are spilled
             cute::warpgroup_fence_operand(results.data()[i + kHalf * atom]);
           }
         }
       }
     });
+    if constexpr (Policy::kQuantizes) {
+      static_assert(size<1>(OutTile{}) == kScaleBlock, "a tile has a row's scale block");
+      quantize<At>(results.data(), get<0>(coordinates) * size<0>(OutTile{}), get<1>(coordinates),
+                   Mma{}, thread, get<0>(problem));
+    }
     return Base::store(loads, load_state, stores, store_state, of_out_on_device(problem), OutTile{},
                        coordinates, results, OutMma{}, thread, storage, subtile);
   }
@@ -130,25 +136,71 @@ struct GatedEpilogue : Base {
     static constexpr int kUp = kSideBySide == 2 ? kHalf * kAtoms : kHalf;
   };
 
+  /// The row of the thread's r-th row, two in an atom.
+  template <class Mma>
+  CUTLASS_DEVICE static int32_t row_of(int32_t first_row, Mma, int thread, int r) {
+    return first_row + fragment_row(thread) + kAtomRows * (cute::size(Mma{}) / 128) * (r / 2) +
+           8 * (r % 2);
+  }
+
+  /// Rounds results to Out, as one that is not quantised is, and multiplies them with what e4m3
+  /// wants: four threads have a row. What pads a tile is 0.
+  template <class At, class Results, class Mma>
+  CUTLASS_DEVICE void quantize(Results results, int32_t first_row, int32_t block, Mma, int thread,
+                               int32_t rows) const {
+    constexpr float kLargest = 448.0f;
+    int32_t const blocks = (gated_.columns + kScaleBlock - 1) / kScaleBlock;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2 * At::kAtoms; ++r) {
+      float amax = 0;
+      auto const each = [&](auto const& f) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 2 * (r % 2); i < At::kHalf; i += 4) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < 2; ++j) f(results[i + j + At::kHalf * (r / 2)]);
+        }
+      };
+      each([&](float& result) {
+        result = float(Out(result));
+        amax = max_or_nan(amax, fabsf(result));
+      });
+      float const* const given = gated_.gate.given_out_scale;
+      if (given != nullptr) {
+        amax = __ldg(given) * kLargest;
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int lane = 1; lane < 4; lane *= 2) {
+          amax = max_or_nan(amax, __shfl_xor_sync(0xffffffff, amax, lane));
+        }
+      }
+      float const up = fp8_up_of(amax, kLargest);
+      each([&](float& result) { result *= up; });
+      int32_t const row = row_of(first_row, Mma{}, thread, r);
+      if (thread % 4 != 0 || row >= rows) continue;
+      if (given == nullptr) {
+        gated_.gate.out_scales[int64_t(row) * blocks + block] = __frcp_rn(up);
+      } else if (row == 0 && block == 0) {
+        *gated_.gate.out_scales = __frcp_rn(up);
+      }
+    }
+  }
+
   /// Reads the scales of the thread's rows, two in an atom, and writes them where all are wanted.
   /// The tile has been multiplied, so its rows of A have come, and the scales with them.
   template <int kAtoms, class Mma>
   CUTLASS_DEVICE void read_row_scales(float (&of_rows)[2 * kAtoms], int32_t first_row, Mma,
                                       int thread, int32_t rows, bool is_first_of_row) const {
     RowScaleArgs const& scales = gated_.gate.row_scales;
-    int32_t const first = first_row + fragment_row(thread);
-    auto const row_of = [&](int r) {
-      return first + kAtomRows * (cute::size(Mma{}) / 128) * (r / 2) + 8 * (r % 2);
-    };
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2 * kAtoms; ++r) {
-      int32_t const row = row_of(r);
+      int32_t const row = row_of(first_row, Mma{}, thread, r);
       of_rows[r] = scales.of(row < rows ? row : rows - 1);
     }
     if (scales.out == nullptr || !is_first_of_row) return;
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2 * kAtoms; ++r) {
-      if (row_of(r) < rows) scales.out[row_of(r)] = of_rows[r];
+      int32_t const row = row_of(first_row, Mma{}, thread, r);
+      if (row < rows) scales.out[row] = of_rows[r];
     }
   }
 
