@@ -33,6 +33,8 @@ struct Scales {
   // neighbours.
   int32_t b_k_stride = 0;
   int32_t b_n_stride = 0;
+  // With a gate `b` are the scales of gate, and these those of up, with the same strides.
+  float const* b_up = nullptr;
 };
 
 /// A and A_local are row-major with leading dimension k, out with leading dimension
@@ -48,11 +50,15 @@ struct Operands {
   void const* bias = nullptr;  // [n], the dtype of out; or null
   void* out = nullptr;         // [m, out_columns()]
   Scales scales{};             // of fp8 operands
-  // Epilogue::Gate has two weights: b and bias are those of gate, with out_columns() columns each,
+  // A gate has two weights: b and bias are those of gate, with out_columns() columns each,
   // and these are those of up, in the same layout.
   void const* b_up = nullptr;
   int64_t ldb_up = 0;
   void const* bias_up = nullptr;
+  // Epilogue::GateFp8: the scales of out, [m, out_columns() / kScaleBlock], rounded up, which the
+  // kernel writes; or [1] where one for all of out is given, of which the inverse may be rounded.
+  float* out_scales = nullptr;
+  float const* given_out_scale = nullptr;
 };
 
 /// out = A @ B (+ bias), where A is read chunk by chunk as it arrives.

@@ -29,12 +29,15 @@ struct Weight {
   int32_t scale_k_stride = 0;  // of block scales: Scales::b_k_stride
   int32_t scale_n_stride = 0;
   // These are read for kernels with another epilogue than Bias: n counts the columns of gate and up
-  // together, and the last three fields are those of up (Operands::b_up).
+  // together, and the next four fields are those of up (Operands::b_up).
   Epilogue epilogue = Epilogue::Bias;
   Activation activation = Activation::Relu;
   void const* b_up = nullptr;
   int64_t ldb_up = 0;
   void const* bias_up = nullptr;
+  float const* scales_up = nullptr;  // of fp8 operands (Scales::b_up)
+  float* out_scales = nullptr;       // Operands::out_scales
+  float const* given_out_scale = nullptr;
 
   constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 };

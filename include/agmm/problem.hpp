@@ -42,9 +42,10 @@ enum class Op : int32_t {
 /// The epilogue of a kernel: what is done with the sums, which are scaled where the operands have
 /// scales. Bias adds a bias, or none. Activation adds it and computes an activation of each sum.
 /// Gate has the sums of two weights: the activation of those of the first, gate, times those of the
-/// second, up, each behind its bias.
-enum class Epilogue : int32_t { Bias = 0, Activation = 1, Gate = 2 };
-/// A function of one sum, which the epilogues Activation and Gate take when they run.
+/// second, up, each behind its bias. GateFp8 is Gate whose result is e4m3, with a scale for each
+/// kScaleBlock columns of a row, or one that is given.
+enum class Epilogue : int32_t { Bias = 0, Activation = 1, Gate = 2, GateFp8 = 3 };
+/// A function of one sum, which all epilogues but Bias take when they run.
 enum class Activation : int32_t { Relu = 0, Relu2 = 1, Gelu = 2, GeluTanh = 3, Silu = 4 };
 /// How a kernel's warps share their work. Streaming kernels are for few rows: they read B as fast
 /// as memory gives it (src/order/streaming.hpp).
@@ -53,7 +54,11 @@ enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1, Streaming = 2 };
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
 /// How many columns of B become one column of out.
-constexpr int32_t columns_per_out(Epilogue e) { return e == Epilogue::Gate ? 2 : 1; }
+constexpr int32_t columns_per_out(Epilogue e) {
+  return e == Epilogue::Gate || e == Epilogue::GateFp8 ? 2 : 1;
+}
+/// Whether the result is fp8, with scales.
+constexpr bool quantizes(Epilogue e) { return e == Epilogue::GateFp8; }
 constexpr bool is_block_scaled(Accumulation a) {
   return a == Accumulation::Block || a == Accumulation::Block1x128;
 }
@@ -112,6 +117,8 @@ inline char const* to_string(Epilogue e) {
       return "activation";
     case Epilogue::Gate:
       return "gate";
+    case Epilogue::GateFp8:
+      return "gate_fp8";
   }
   return "?";
 }
@@ -148,7 +155,7 @@ inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" 
 constexpr int32_t kMaxSize = INT32_MAX - (1 << 16);
 
 /// The problem out[m, out_columns()] = epilogue(A[m, k] @ B[k, n]); the epilogue adds bias[n]. With
-/// Epilogue::Gate the columns of B are those of gate, then those of up.
+/// a gate the columns of B are those of gate, then those of up.
 struct Problem {
   int32_t m = 0;
   int32_t n = 0;

@@ -477,9 +477,10 @@ class MatmulProblem:
         sm_count: int = 0,
         activation: str = "",
         up_leading: int = 0,
+        quantizes: bool = False,
     ) -> None:
         """
-        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b.
+        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b. quantizes: whether the result of a gate is fp8.
         """
     def __repr__(self) -> str: ...
 
@@ -495,9 +496,10 @@ class GatherWeight:
         config: KernelConfig,
         activation: str = "",
         up_leading: int = 0,
+        quantizes: bool = False,
     ) -> None:
         """
-        b: (whether B is column-major, its leading dimension). activation, up_leading: as those of MatmulProblem.
+        b: (whether B is column-major, its leading dimension). activation, up_leading, quantizes: as those of MatmulProblem.
         """
 
 class GatherProblem:
@@ -547,7 +549,7 @@ class CudaWorkspace:
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up and its bias too; 0 where there is none. tile_times: the address for the times of the first weight's tiles, or 0. Returns whether the stream is being captured.
+        Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up, its bias and scale_up too, of a quantised result its scales and the given one; 0 where there is none. tile_times: the address for the times of the first weight's tiles, or 0. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
@@ -1113,7 +1115,7 @@ def async_input_mm(
     split_scratch: int = 0,
 ) -> None:
     """
-    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up and its bias too; 0 where there is none.
+    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up, its bias and scale_up too, of a quantised result its scales and the given one; 0 where there is none.
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:

@@ -50,8 +50,9 @@ std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
 void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
                     uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
   AsyncInputArgs args = problem.args;
-  const bool is_gated = args.problem.epilogue == agmm::Epilogue::Gate;
-  Addresses at(addresses, is_gated ? 9 : 7);
+  const bool is_gated = agmm::columns_per_out(args.problem.epilogue) == 2;
+  const bool is_quantized = agmm::quantizes(args.problem.epilogue);
+  Addresses at(addresses, 7 + (is_gated ? 3 : 0) + (is_quantized ? 2 : 0));
   args.operands.a = at.next<void>();
   args.operands.b = at.next<void>();
   args.operands.scales.a = at.next<float>();
@@ -62,6 +63,11 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
   if (is_gated) {
     args.operands.b_up = at.next<void>();
     args.operands.bias_up = at.next<void>();
+    args.operands.scales.b_up = at.next<float>();
+  }
+  if (is_quantized) {
+    args.operands.out_scales = at.next<float>();
+    args.operands.given_out_scale = at.next<float>();
   }
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
@@ -75,10 +81,10 @@ struct GatherWeight {
   Format format;
 
   GatherWeight(int n, const BTuple& b, const Format& format_, const KernelConfig& config,
-               const std::string& activation, int64_t up_leading)
+               const std::string& activation, int64_t up_leading, bool quantizes)
       : format(format_) {
     const agmm::Scales scales = format.scale_layout();
-    const NamedEpilogue named(activation);
+    const NamedEpilogue named(activation, quantizes);
     weight.epilogue = named.epilogue;
     weight.activation = named.activation;
     weight.ldb_up = up_leading;
@@ -138,7 +144,8 @@ struct GatherProblem {
   }
 };
 
-bool is_gated(const agmm::Weight& weight) { return weight.epilogue == agmm::Epilogue::Gate; }
+bool is_gated(const agmm::Weight& weight) { return agmm::columns_per_out(weight.epilogue) == 2; }
+bool is_quantized(const agmm::Weight& weight) { return agmm::quantizes(weight.epilogue); }
 
 bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
                        const std::vector<uintptr_t>& addresses, uintptr_t stream,
@@ -146,7 +153,8 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
   agmm::Gather gather = problem.gather;
   std::vector<agmm::Weight> weights = problem.weights;
   const std::size_t gates = std::count_if(weights.begin(), weights.end(), is_gated);
-  Addresses at(addresses, 4 + 4 * weights.size() + 2 * gates);
+  const std::size_t quantized = std::count_if(weights.begin(), weights.end(), is_quantized);
+  Addresses at(addresses, 4 + 4 * weights.size() + 3 * gates + 2 * quantized);
   gather.a_shard = at.next<void>();
   gather.scales = at.next<float>();
   gather.a_out = at.next<void>();
@@ -160,6 +168,10 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
     if (!is_gated(weight)) continue;
     weight.b_up = at.next<void>();
     weight.bias_up = at.next<void>();
+    weight.scales_up = at.next<float>();
+    if (!is_quantized(weight)) continue;
+    weight.out_scales = at.next<float>();
+    weight.given_out_scale = at.next<float>();
   }
   return op(gather, weights, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
 }
@@ -170,22 +182,24 @@ void bind_gather(py::module_& m) {
   py::class_<MatmulProblem>(m, "MatmulProblem",
                             "A matmul without its tensors, made once for calls of one kind.")
       .def(py::init<const SizeTuple&, const BTuple&, const Format&, const KernelConfig&,
-                    const ChunksTuple&, int, int, const std::string&, int64_t>(),
+                    const ChunksTuple&, int, int, const std::string&, int64_t, bool>(),
            py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
            py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
-           py::arg("activation") = "", py::arg("up_leading") = 0,
+           py::arg("activation") = "", py::arg("up_leading") = 0, py::arg("quantizes") = false,
            "size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how "
            "many chunks of A's rows and of its columns signals announce, and which is computed "
            "first. rank: the rank that the message of a wait that passes its limit names. "
            "sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "
            "\"silu\" or, of two weights of N columns each, gate and up, \"silu_mul\"; empty: "
-           "nothing. up_leading: the leading dimension of up, in the layout of b.")
+           "nothing. up_leading: the leading dimension of up, in the layout of b. quantizes: "
+           "whether the result of a gate is fp8.")
       .def("__repr__", &MatmulProblem::str);
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
-        "out and signals, of a gate those of up and its bias too; 0 where there is none.");
+        "out and signals, of a gate those of up, its bias and scale_up too, of a quantised result "
+        "its scales and the given one; 0 where there is none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -201,11 +215,11 @@ void bind_gather(py::module_& m) {
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
   py::class_<GatherWeight>(m, "GatherWeight", "A weight of a GatherProblem, without its tensors.")
       .def(py::init<int, const BTuple&, const Format&, const KernelConfig&, const std::string&,
-                    int64_t>(),
+                    int64_t, bool>(),
            py::arg("n"), py::arg("b"), py::arg("format"), py::arg("config"),
-           py::arg("activation") = "", py::arg("up_leading") = 0,
-           "b: (whether B is column-major, its leading dimension). activation, up_leading: as "
-           "those of MatmulProblem.");
+           py::arg("activation") = "", py::arg("up_leading") = 0, py::arg("quantizes") = false,
+           "b: (whether B is column-major, its leading dimension). activation, up_leading, "
+           "quantizes: as those of MatmulProblem.");
   py::class_<GatherProblem>(
       m, "GatherProblem",
       "An all-gather + matmul without its tensors, made once for calls of one kind.")
@@ -239,12 +253,12 @@ void bind_gather(py::module_& m) {
           "0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
-      .def(
-          "all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
-          py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
-          "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
-          "gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up and its "
-          "bias too; 0 where there is none. tile_times: the address for the times of the first "
-          "weight's tiles, or 0. Returns "
-          "whether the stream is being captured.");
+      .def("all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
+           py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
+           "gathered scale_a, then of B, scale_b, bias and out of each weight, of a gate up, its "
+           "bias and scale_up too, of a quantised result its scales and the given one; 0 where "
+           "there is none. "
+           "tile_times: the address for the times of the first weight's tiles, or 0. Returns "
+           "whether the stream is being captured.");
 }

@@ -73,12 +73,24 @@ struct Format {
 };
 
 /// The epilogue that a caller's activation wants, by its name: "silu" of each sum, "silu_mul" of a
-/// gate. No name is Epilogue::Bias. Throws std::invalid_argument for the name of nothing.
+/// gate. No name is Epilogue::Bias. quantizes: whether a gate's result is fp8.
+/// Throws std::invalid_argument for the name of nothing.
 struct NamedEpilogue {
   Epilogue epilogue = Epilogue::Bias;
   Activation activation = Activation::Relu;
 
-  explicit NamedEpilogue(std::string const& name) {
+  explicit NamedEpilogue(std::string const& name, bool quantizes = false) {
+    find(name);
+    if (!quantizes) return;
+    if (epilogue != Epilogue::Gate) {
+      throw std::invalid_argument("activation: found '" + name +
+                                  "' with a quantised result, wanted a gated one");
+    }
+    epilogue = Epilogue::GateFp8;
+  }
+
+ private:
+  void find(std::string const& name) {
     if (name.empty()) return;
     std::string const suffix = "_mul";
     bool const is_gated = name.size() > suffix.size() &&
@@ -94,6 +106,7 @@ struct NamedEpilogue {
     throw std::invalid_argument("activation: found '" + name + "', wanted one that kernels have");
   }
 
+ public:
   /// The columns of B for so many columns of each weight. Throws std::invalid_argument where they
   /// are too many to count.
   int32_t columns_of_b(int32_t n) const {

@@ -22,10 +22,10 @@ struct MatmulProblem {
 
   MatmulProblem(SizeTuple const& size, const BTuple& b, const Format& format,
                 const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count,
-                const std::string& activation, int64_t up_leading) {
+                const std::string& activation, int64_t up_leading, bool quantizes) {
     const auto& [m, n, k] = size;
     const auto& [chunks_m, chunks_k, pivot] = chunks;
-    const NamedEpilogue named(activation);
+    const NamedEpilogue named(activation, quantizes);
     args.problem = {m,
                     named.columns_of_b(n),
                     k,

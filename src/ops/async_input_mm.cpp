@@ -75,7 +75,8 @@ KernelEntry const& check(AsyncInputArgs const& args) {
   if (p.n > kMaxSize) refuse("B", "N=" + std::to_string(p.n), most);
   if (p.k > kMaxSize) refuse("A", "K=" + std::to_string(p.k), most);
   require_multiple("A", "K", p.k, alignment_of(p.dtype));
-  require_multiple("B", "N", p.n, kAlignment * columns_per_out(p.epilogue));
+  int32_t const of_out = quantizes(p.epilogue) ? 2 * kAlignment : kAlignment;  // 16 bytes
+  require_multiple("B", "N", p.n, of_out * columns_per_out(p.epilogue));
   Operands const& operands = args.operands;
   require_multiple("B", "leading dimension", operands.ldb, alignment_of(p.dtype));
   if (is_fp8(p.dtype)) {
@@ -97,6 +98,12 @@ KernelEntry const& check(AsyncInputArgs const& args) {
     require_multiple("up", "leading dimension", operands.ldb_up, alignment_of(p.dtype));
     require_aligned("up", operands.b_up);
     if (operands.bias_up != nullptr) require_aligned("bias_up", operands.bias_up);
+    if (is_fp8(p.dtype) && operands.scales.b_up == nullptr) {
+      refuse("scale_up", "null", "device memory");
+    }
+  }
+  if (quantizes(p.epilogue) && operands.out_scales == nullptr) {
+    refuse("scale_out", "null", "device memory");
   }
   if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
   if (operands.bias != nullptr) require_aligned("bias", operands.bias);

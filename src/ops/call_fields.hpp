@@ -8,9 +8,9 @@
 namespace agmm {
 
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout, accumulation, epilogue, activation);
-AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride);
+AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride, b_up);
 AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out, scales, b_up,
-            ldb_up, bias_up);
+            ldb_up, bias_up, out_scales, given_out_scale);
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
 AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
 AGMM_FIELDS(AsyncInputArgs, problem, config, operands, arrival, rank, limit_ns, sm_count,
@@ -34,6 +34,7 @@ AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);
 AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config, scales, scale_per_column, accumulation,
-            scale_k_stride, scale_n_stride, epilogue, activation, b_up, ldb_up, bias_up);
+            scale_k_stride, scale_n_stride, epilogue, activation, b_up, ldb_up, bias_up, scales_up,
+            out_scales, given_out_scale);
 
 }  // namespace agmm

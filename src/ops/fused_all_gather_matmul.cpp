@@ -163,12 +163,14 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
         weight.b,   weight.ldb,     weight.bias, weight.out};
     mm.operands.scales = {
-        gathered.scales,         weight.scales,        true,
-        weight.scale_per_column, gather.scales,        is_first ? gather.scales_out : nullptr,
-        weight.scale_k_stride,   weight.scale_n_stride};
+        gathered.scales,         weight.scales,         true,
+        weight.scale_per_column, gather.scales,         is_first ? gather.scales_out : nullptr,
+        weight.scale_k_stride,   weight.scale_n_stride, weight.scales_up};
     mm.operands.b_up = weight.b_up;
     mm.operands.ldb_up = weight.ldb_up;
     mm.operands.bias_up = weight.bias_up;
+    mm.operands.out_scales = weight.out_scales;
+    mm.operands.given_out_scale = weight.given_out_scale;
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "gemm/fp8_scale.cuh"
 #include "ops/quantize.hpp"
 #include "runtime/cuda.hpp"
 #include "runtime/load_kernel.hpp"
@@ -16,14 +17,6 @@ namespace agmm::quantizing {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr double kLeastAmax = 1e-12;  // torchao's
-
-/// The larger of two numbers; a NaN counts as the larger one, as in torch.
-__device__ inline float max_or_nan(float a, float b) {
-  float found;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
-  return found;
-}
 
 template <class In>
 struct Vector {
@@ -52,15 +45,10 @@ struct Fp8 {
   }
 };
 
-/// What values are multiplied with before they are rounded. torch divides a number by a tensor as
-/// the number times the reciprocal, each rounded to float64; this does so too, for equal bits.
+/// What values are multiplied with before they are rounded.
 template <QuantizedTo to>
 __device__ float up_of(float amax, bool power_of_2) {
-  double const from = static_cast<double>(amax);
-  double const clamped = from < kLeastAmax ? kLeastAmax : from;  // a NaN stays
-  auto up = static_cast<float>(__dmul_rn(__drcp_rn(clamped), double(Fp8<to>::kLargest)));
-  if (power_of_2) up = exp2f(floorf(log2f(up)));
-  return up;
+  return fp8_up_of(amax, Fp8<to>::kLargest, power_of_2);
 }
 
 template <QuantizedTo to, class In>

@@ -20,24 +20,30 @@ from torch.utils.flop_counter import FlopCounterMode
 import agmm
 from agmm.errors import InvalidArgument, Unsupported, forget_warnings
 from agmm.ops import gather as gather_flow
-from agmm.ops import recordings
+from agmm.ops import kept, quantized_gates, recordings
+from agmm.ops.fp8_gather import Fp8Gather
+from agmm.ops.fp8_operands import Fp8Weights, kernel_of
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
-from agmm.ops.kernel_epilogues import not_of_fp8
+from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
+from agmm.ops.quantized_gates import _Plain as _QuantisedPlain
 from agmm.planning import built_kernels, call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import Plan, Row
-from agmm.planning.problems import Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.tables import Key
 from agmm.planning.transports import FusedGather
 from agmm.runtime.epilogues import Epilogue, named
+from agmm.runtime.scaled import FP8, Scaled, Weight
+from agmm.runtime.scaling import ALL, scale_shape
 
 pytestmark = pytest.mark.usefixtures("group")
 
 ops: Any = agmm
 NAMES = work.ACTIVATIONS
+FAST = "float8_e4m3fn_float8_e4m3fn fast"
 
 
 def _operands(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Any, Any]:
@@ -447,10 +453,161 @@ def test_what_no_kernel_can_compute_says_why(
         serve(call)
 
 
-def test_operands_of_fp8_say_why(kernels: None) -> None:
-    assert not_of_fp8(Epilogue("silu")) == (
-        "activation: found 'silu' of fp8 operands, wanted operands of 16 bits in a kernel"
+_ROWWISE = ((1, ALL), (ALL, 1))
+OF_FP8: list[tuple[str, dict[str, Any], str]] = [
+    # name, how the weights differ from row-wise e4m3 of bf16 results, the reason or ""
+    ("silu_mul", {}, ""),
+    ("silu", {"fast": False}, ""),
+    ("gelu_mul", {"kinds": ((ALL, ALL), (ALL, ALL))}, ""),
+    ("gelu_tanh_mul", {"kinds": ((1, 128), (128, 128))}, ""),
+    ("relu", {"config": KernelConfig.parse("128x128x128_1x1_pingpong")}, ""),
+    (
+        "silu_mul",
+        {"kinds": ((1, 128), (128, 1))},
+        "activation: found 'silu_mul', wanted one that a kernel of this build has",
+    ),
+    (
+        "silu_mul",
+        {"up": (ALL, ALL)},
+        "scale_b: found (torch.float8_e4m3fn, (0, 1)) of gate and (torch.float8_e4m3fn, (0, 0)) of",
+    ),
+    (
+        "relu2",
+        {"out_dtype": torch.float32},
+        "out_dtype: found torch.float32, wanted torch.bfloat16 in a kernel with activation 'relu2'",
+    ),
+    ("silu_mul", {"result_scale": torch.ones(1)}, "result_scale: found one, wanted None: the ker"),
+    (
+        "silu_mul",
+        {"config": KernelConfig.parse("128x224x128_2x1_cooperative")},
+        "config: found 128x224x128_2x1_cooperative with activation 'silu_mul', wanted one of 128x2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "reason"), OF_FP8, ids=lambda x: str(x)[:30])
+def test_operands_of_fp8_have_kernels_or_say_why(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(built_kernels, "kernels_of", default_kernels)
+    given = {"kinds": _ROWWISE, "fast": True, "out_dtype": torch.bfloat16, **options}
+    of_a, of_b = given["kinds"]
+    A, B = torch.ones(16, 256).to(FP8[0]), torch.ones(32, 256).to(FP8[0]).t()
+    weights = [
+        Weight(
+            Scaled(B, torch.ones(scale_shape(B.shape, tile)), tile),
+            *(None, given.get("result_scale"), given["out_dtype"], given["fast"]),
+        )
+        for tile in (of_b, given.get("up", of_b))[: 2 if name in work.GATED else 1]
+    ]
+    shard = Scaled(A, torch.ones(scale_shape(A.shape, of_a)), of_a)
+    found = why_scaled_behind(Epilogue(name), shard, weights, given.get("config")) or ""
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+class _Fp8OnCuda(Fp8Gather):
+    """A call of a kernel that has the activation, on tensors that are not there."""
+
+    def route(self) -> Route:
+        return Route(KERNEL)
+
+    def ready_on_cuda(self, workspace: Any, kernels: Any, transport: FusedGather) -> Any:
+        described = [
+            kernel_of(self.shard, self.weights[i], self.problem(i), config, self.in_kernel)
+            for i, config in enumerate(kernels)
+        ]
+        return lambda *operands: (None, None, described)
+
+    def finished(self, found: Any, route: Route) -> Gathered:
+        return Gathered(*found)
+
+
+@pytest.mark.parametrize("name", ["silu", "silu_mul"])
+def test_kernels_of_fp8_get_their_epilogue(
+    cuda: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One kernel multiplies gate and up, and the planner is asked for the columns of both."""
+    monkeypatch.setattr(built_kernels, "kernels_of", default_kernels)
+    config = default_kernels("all_gather_matmul", FAST, named(name).kernel)[0]  # type: ignore[union-attr]
+    call_plans.planner.return_value.fused_plan.return_value.kernel = config  # type: ignore[attr-defined]
+    world = dist.group.WORLD
+    assert world is not None
+    count = 2 if name in work.GATED else 1
+    A, B = torch.ones(16, 256).to(FP8[0]), torch.ones(32, 256).to(FP8[0]).t()
+    scales = torch.ones(16, 1), [torch.ones(1, 32)] * count
+    given = Fp8Weights(
+        *([B] * count, scales[1], [None] * count, [None] * count, [torch.bfloat16] * count),
+        [True] * count,
     )
+    call = _Fp8OnCuda(A, scales[0], given, world, GatherSettings(epilogue=named(name)))
+    call.device = torch.device("cuda", 0)
+    monkeypatch.setattr(call_plans, "problem_of", _problem_without_gpu)
+    ((kernel,),) = call.prepare(Route(KERNEL))()[2:]
+    assert (kernel.activation, kernel.config) == (name, config.core)
+    problem = call.problem(None)
+    epilogue = "gate" if count == 2 else "activation"
+    assert (problem.n, problem.epilogue, problem.format) == (32 * count, epilogue, FAST)
+
+
+def _problem_without_gpu(shape: Any, operands: str, device: Any, **more: Any) -> Problem:
+    return Problem(*shape, format=operands, epilogue=more["epilogue"])
+
+
+def _with_fp8_results(op: str, form: str, epilogue: str = "bias", layout: str = "") -> Any:
+    """The kernels of a build that has those of quantised results, for B by column alone."""
+    is_there = epilogue == "gate_fp8" and layout == "column"
+    return default_kernels(op, "bfloat16", "gate", layout) if is_there else ()
+
+
+class _QuantisingOnCuda(_QuantisedPlain):
+    """A call of a kernel whose result is fp8, with what a kernel would be given as its scales."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.device = torch.device("cuda", 0)
+
+    def route(self) -> Route:
+        return Route(KERNEL)
+
+    def why_not_fused(self) -> str | None:
+        return None
+
+    def problem(self, weight: int | None) -> Problem:
+        return mock.Mock(format="bf16")
+
+    def ready_on_cuda(self, workspace: Any, kernels: Any, transport: FusedGather) -> Any:
+        assert self.in_kernel is not None and self.in_kernel.kernel == "gate_fp8"
+        return lambda A, Bs, biases, scale_a, scale_bs, scale_out: (None, None, [A, scale_out])
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "by_column", "is_in_kernel"),
+    [
+        ("block", 48, True, True),
+        ("tensorwise", 48, True, True),
+        ("block", 40, True, False),  # whose rows of fp8 are no multiple of 16 bytes
+        ("block", 48, False, False),  # for which there is no such kernel
+    ],
+)
+def test_a_kernel_quantises_gated_results(
+    kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    columns: int,
+    by_column: bool,
+    is_in_kernel: bool,
+) -> None:
+    monkeypatch.setattr(built_kernels, "kernels_of", _with_fp8_results)
+    monkeypatch.setattr(quantized_gates, "is_for_kernel", lambda *_: True)
+    monkeypatch.setattr(quantized_gates, "_Plain", _QuantisingOnCuda)
+    monkeypatch.setattr(kept, "kind_on_gpu", lambda *given: ("quantised", kind, columns, by_column))
+    weight = torch.ones(columns, 64).t()
+    Bs = [weight if by_column else weight.contiguous()] * 2
+    A, scale = torch.ones(8, 64), torch.ones(()) if kind == "tensorwise" else None
+    asked = quantized_gates.Asked("silu_mul", kind, scale, None, True, None, 0)
+    for _ in range(2):  # planned, and kept
+        found = quantized_gates.gather(asked, A, Bs, None)
+        assert found == (A, scale) if is_in_kernel else found is None
 
 
 def test_calls_with_and_without_an_epilogue_have_plans_of_their_own() -> None:

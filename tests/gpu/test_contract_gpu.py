@@ -21,7 +21,6 @@ REFUSED = {
             "scaled_matmul_reduce_scatter",
             r"A: found 2 products, wanted at most 1 of fp8 in one kernel; strict",
         ),
-        ("gather.*activation=", r"activation: found '.*' of fp8 operands, wanted .*; strict"),
     )
 }
 """The calls that a feature refuses on GPUs, besides those that it refuses on every device."""

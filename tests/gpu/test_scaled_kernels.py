@@ -22,7 +22,7 @@ from agmm.ops import async_input_scaled_mm, fp8_operands
 from agmm.planning import call_plans, formats, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import Plan, Row
-from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.problems import ALL_GATHER_MATMUL, PLAIN, KernelConfig
 from agmm.planning.shapes import LocalShape
 from agmm.planning.tables import Key
 from agmm.runtime import cuda_scaled
@@ -71,6 +71,7 @@ KERNELS = [
     for fact in _core.kernel_facts()
     if fact.op == ALL_GATHER_MATMUL
     and fact.is_fp8
+    and fact.epilogue == PLAIN
     and fact.dtype.name == "_".join(str(dtype).removeprefix("torch.") for dtype in pair)
 ]
 if not KERNELS:

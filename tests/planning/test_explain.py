@@ -494,7 +494,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch, usual: str, *of_fp8: str) -
     monkeypatch.setattr(
         built_kernels,
         "kernels_of",
-        lambda op, name: tuple(KernelConfig.parse(each) for each in built.get(name, ())),
+        lambda op, name, *_: tuple(KernelConfig.parse(each) for each in built.get(name, ())),
     )
 
 

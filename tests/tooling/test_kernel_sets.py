@@ -34,7 +34,7 @@ ENTRY = re.compile(
     r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged|grouped)"
     r"_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
     r"(?P<timed>_timed)?(_(?P<accumulation>fast|slow|block|block1x128))?"
-    r"(_(?P<epilogue>activation|gate))?"
+    r"(_(?P<epilogue>activation|gate_fp8|gate))?"
     r"_(?P<dtype>bf16|fp16|e\dm\d(_e\dm\d)?)_(?P<layout>row|col)"
 )
 
@@ -306,9 +306,15 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         (GROUPED | {"epilogue": "activation"}, "epilogue: .*, wanted plain or gate with grouped"),
         (GROUPED | {"timed": True}, "formats: .*, wanted operands of 16 bits, not timed, with gr"),
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
-        ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain, activation, gate"),
+        (
+            {"epilogue": "gelu"},
+            "epilogue: found 'gelu', wanted one of plain, activation, gate, gate",
+        ),
         ({"epilogue": "gate", "timed": True}, "epilogue: found 'gate', wanted plain but for all_"),
-        (FP8 | {"epilogue": "activation"}, "epilogue: found 'activation', wanted plain but for"),
+        (
+            FP8 | {"epilogue": "gate", "accumulation": "slow", "tile": "128x128x128"},
+            "tile: found '128x128x128', wanted 256 columns with a gate and slow sums",
+        ),
         ({"epilogue": "gate", "cluster": "1x2"}, "epilogue: found 'gate', wanted no gate with sw"),
         ({"epilogue": "gate", "tile": "128x192x64"}, "tile: .*, wanted a multiple of 128 columns"),
         ({"tiles": "128x256x64"}, "tiles: found it, wanted only op, tile, cluster, "),

@@ -90,9 +90,11 @@ def explain_any(
         accumulation = {"block": "block", "block 1x128": "block_1x128"}.get(scaling, "fast")
         dtypes = f"{problem.format}_{problem.format}"
         name = built_kernels.format_served(
-            problem.op, dtypes, accumulation, among=planner.kernels_of
+            problem.op, dtypes, accumulation, among=planner.kernels_of, epilogue=problem.epilogue
         )
         problem = replace(problem, format=name)
+        if problem.epilogue != PLAIN and not gather_kernels(problem, planner.kernels_of):
+            problem = replace(problem, epilogue=PLAIN)  # torch's ops follow the kernel
     return explain(problem, planner, operands, columns)
 
 
@@ -204,8 +206,7 @@ def with_activation(problem: Problem, activation: str) -> Problem:
             f"activation: found {activation!r} with {problem.op}, wanted {ALL_GATHER_MATMUL}"
         )
     wide = replace(problem, n=problem.n * (2 if epilogue.is_gated else 1))
-    has_own = problem.gpu != CPU and not problem.format.startswith("float8")
-    return replace(wide, epilogue=epilogue.kernel) if has_own else wide
+    return replace(wide, epilogue=epilogue.kernel) if problem.gpu != CPU else wide
 
 
 def explain_norm(rows: int, columns: int, itemsize: int, world_size: int, gpu: str) -> Explanation:

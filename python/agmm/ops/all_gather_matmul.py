@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import quantized_outs
+from agmm.ops import quantized_gates, quantized_outs
 from agmm.ops.checks import config_name
 from agmm.ops.gather import GatherSettings
 from agmm.ops.gather_op import dispatched
@@ -19,6 +19,7 @@ from agmm.ops.kept import kind_of
 from agmm.ops.operands import autocast, check_operands, is_watched
 from agmm.ops.plain_gather import gather, gather_kept
 from agmm.ops.quantize import gather_quantised
+from agmm.ops.quantized_gates import Asked
 from agmm.planning.problems import KernelConfig
 from agmm.runtime.epilogues import GatedActivation, named
 from agmm.runtime.groups import group_of, group_or_default, name_of
@@ -252,8 +253,9 @@ def all_gather_matmul(
             float32 per rank, precedes the quantisation.
         quantize_out: ``"tensorwise"``, ``"rowwise"`` or ``"block"`` (1 × 128): return each result
             as float8_e4m3fn and its scales, as ``quantize`` would make them of it and as an op on
-            fp8 operands takes its A. A pass behind the product; without backward, and not with
-            ``return_A`` or ``save_gathered``.
+            fp8 operands takes its A: by a pass behind the product, or by the kernel of a gated
+            activation, where the build has such. Without backward, and not with ``return_A`` or
+            ``save_gathered``.
         scale_out: float32, what every value of a tensor-wise result is to be multiplied with; its
             values are cut at the largest number.
 
@@ -273,17 +275,15 @@ def all_gather_matmul(
             others={"return_A": return_A, "save_gathered": save_gathered},
             operands={"A_shard": A_shard, "B": B, "bias": bias},
         )
+        if quantize is None and not reduce_amax:
+            asked = Asked(activation, quantize_out, scale_out, config, strict, group, gather_dim)
+            by_kernel = quantized_gates.gather(asked, A_shard, B, bias)
+            if by_kernel is not None:
+                return by_kernel  # type: ignore[no-any-return]
         op: Any = all_gather_matmul  # a function of many forms, which takes what it was given
-        found = op(
-            *(A_shard, B, group),
-            gather_dim=gather_dim,
-            bias=bias,
-            config=config,
-            activation=activation,
-            strict=strict,
-            quantize=quantize,
-            reduce_amax=reduce_amax,
-        )
+        same = {"gather_dim": gather_dim, "bias": bias, "config": config, "strict": strict}
+        same |= {"activation": activation, "quantize": quantize, "reduce_amax": reduce_amax}
+        found = op(A_shard, B, group, **same)
         return quantise(found)  # type: ignore[no-any-return]
     several, epilogue = isinstance(B, (list, tuple)), None
     if activation is not None:

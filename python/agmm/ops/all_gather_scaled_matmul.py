@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import quantized_outs
+from agmm.ops import quantized_gates, quantized_outs
 from agmm.ops.checks import check_flag, config_name
 from agmm.ops.gather_scaled_op import gather
+from agmm.ops.quantized_gates import Asked
 from agmm.planning.problems import KernelConfig
 from agmm.runtime.epilogues import GatedActivation, named
 
@@ -286,6 +287,14 @@ def all_gather_scaled_matmul(
             dtype=("out_dtype", out_dtype),
             others={"return_A": return_A, "result_scale": is_scaled},
         )
+        if out_dtype == torch.bfloat16:
+            asked = Asked(
+                *(activation, quantize_out, scale_out, config, strict, group, gather_dim),
+                fast_accum=use_fast_accum,
+            )
+            by_kernel = quantized_gates.scaled_gather(asked, (A_shard, B, scale_a, scale_b), bias)
+            if by_kernel is not None:
+                return by_kernel  # type: ignore[no-any-return]
         op: Any = (
             all_gather_scaled_matmul  # a function of many forms, which takes what it was given
         )

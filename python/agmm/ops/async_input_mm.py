@@ -91,7 +91,7 @@ def _async_input_mm_cuda(
         if len(_ready) >= _MAX_CALLS:
             _ready.clear()
         _ready[key] = call
-    return call(a, b, a_chunk_signals, up=None if up is None else (up, None))
+    return call(a, b, a_chunk_signals, up=None if up is None else cuda_calls.Up(up))
 
 
 def why_no_kernel(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor) -> str | None:
@@ -203,7 +203,7 @@ def activated_on_cuda(
     up = more[0] if more else None
     kernel = _kernel(a, b, a_chunk_signals, config, epilogue)
     call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, up=up)
-    second = None if up is None else (up, biases[1])
+    second = None if up is None else cuda_calls.Up(up, biases[1])
     return call(a, b, a_chunk_signals, bias=biases[0], up=second)
 
 

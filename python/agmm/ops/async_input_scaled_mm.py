@@ -4,7 +4,7 @@ come with its rows; the result is bfloat16."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,11 +13,12 @@ from agmm.errors import InvalidArgument
 from agmm.ops.async_input_mm import check_up
 from agmm.ops.checks import check_no_backward
 from agmm.ops.fp8_operands import Fp8Weights, ready_matmul_of, rows_of
-from agmm.ops.kernel_epilogues import not_of_fp8
+from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.library import define
 from agmm.ops.scaled_checks import check_scaled_async_input
 from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_scaled
+from agmm.runtime.cuda_calls import Up
 from agmm.runtime.epilogues import Epilogue, named
 from agmm.runtime.scaled import Scaled, Weight
 
@@ -89,18 +90,44 @@ def _on_cuda(call: _Arguments) -> torch.Tensor:
         raise InvalidArgument("a_chunk_signals: found a strided tensor, wanted a contiguous one")
     if call.A.shape[0] == 0 or call.B.shape[1] == 0:
         return _fake(call)
+    signals = call.a_chunk_signals, call.a_chunk_pivot
+    settings: dict[str, Any] = {"fast_accum": call.use_fast_accum}
+    if epilogue is not None:
+        operands = [
+            _described((call.A, B, call.scale_a, scale_b), bias, call.use_fast_accum)
+            for B, scale_b, bias in call.weights
+        ]
+        A, weights = operands[0][0], [weight for _, weight in operands]
+        reason = why_scaled_behind(epilogue, A, weights)
+        if reason is None:
+            return activated_on_cuda(A, weights, *signals, epilogue)
+        errors.compose(reason, strict=False)
     products = [
-        on_cuda(
-            *((call.A, B, call.scale_a, scale_b), call.a_chunk_signals, call.a_chunk_pivot),
-            bias=bias,
-            fast_accum=call.use_fast_accum,
-        )
+        on_cuda((call.A, B, call.scale_a, scale_b), *signals, bias=bias, **settings)
         for B, scale_b, bias in call.weights
     ]
-    if epilogue is None:
-        return products[0]
-    errors.compose(not_of_fp8(epilogue), strict=False)
-    return epilogue(products)[0]
+    return products[0] if epilogue is None else epilogue(products)[0]
+
+
+def activated_on_cuda(
+    A: Scaled,
+    weights: Sequence[Weight],
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    epilogue: Epilogue,
+    *,
+    config: KernelConfig | None = None,
+) -> torch.Tensor:
+    """The epilogue of a product, or of those of gate and up, by one kernel that has it
+    (`why_scaled_behind`). Arguments are as those of `on_cuda`."""
+    weight, last = weights[0], weights[-1]
+    up = Up(last.B.values, last.bias, last.B.scale) if epilogue.is_gated else None
+    second = None if up is None else up.B
+    ready = ready_matmul_of(
+        *(A, weight, a_chunk_signals, pivot), config=config, epilogue=epilogue, up=second
+    )
+    scales: dict[str, Any] = {"scale_a": A.scale, "scale_b": weight.B.scale}
+    return ready(A.values, weight.B.values, a_chunk_signals, bias=weight.bias, up=up, **scales)
 
 
 def on_cuda(

@@ -16,7 +16,7 @@ from agmm.ops import portable, scaled_products
 from agmm.ops.fp8_behind_gather import behind_gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
-from agmm.ops.kernel_epilogues import not_of_fp8
+from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
@@ -116,7 +116,11 @@ class Fp8Gather(GatherCall):
         return torch.bfloat16 if dtype in FP8 else dtype
 
     def why_no_kernel_has(self, epilogue: Epilogue) -> str | None:
-        return not_of_fp8(epilogue)
+        kernel, _ = self.named_config()
+        plan = self.settings.plan
+        if plan is not None and plan.kernel is not None:
+            kernel = plan.kernel
+        return why_scaled_behind(epilogue, self.shard, self._described[1], kernel)
 
     def behind(self, epilogue: Epilogue) -> Behind:
         return _Behind(epilogue, self.given.out_dtypes, self.given.result_scales)
@@ -171,9 +175,11 @@ class Fp8Gather(GatherCall):
         problems = [self._problem(weight) for weight in self.weights]
         return next((problem for problem in problems if isinstance(problem, str)), None)
 
-    def _problem(self, weight: Weight) -> Problem | str:
-        m = self.group.size() * len(self.shard.values)
-        return problem_of(self.shard, weight, m, return_A=self.return_A, group=self.group)
+    def _problem(self, weight: Weight, epilogue: Epilogue | None = None) -> Problem | str:
+        m, wanted = self.group.size() * len(self.shard.values), self.return_A
+        return problem_of(
+            self.shard, weight, m, return_A=wanted, group=self.group, epilogue=epilogue
+        )
 
     def problem(self, weight: int | None) -> Problem:
         if self.device.type == "cpu":
@@ -188,7 +194,8 @@ class Fp8Gather(GatherCall):
                 return_A=self.return_A,
                 column_major=self.given.Bs[weight or 0].stride(0) == 1,
             )
-        found = cast("Problem", self._problem(self.weights[weight or 0]))  # else it has no kernel
+        # Else the call has no kernel.
+        found = cast("Problem", self._problem(self.weights[weight or 0], self.in_kernel))
         return replace(found, n=sum(self.columns())) if weight is None else found
 
     def look(self, route: Route, words: Call) -> None:
@@ -203,8 +210,8 @@ class Fp8Gather(GatherCall):
         self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
         found = [
-            kernel_of(self.shard, weight, self.problem(i), config)
-            for i, (weight, config) in enumerate(zip(self.weights, kernels, strict=True))
+            kernel_of(self.shard, self.weights[i], self.problem(i), config, self.in_kernel)
+            for i, config in enumerate(kernels)
         ]
         return ready_gather(
             workspace,

@@ -14,9 +14,10 @@ from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
 from agmm.ops.scaled_checks import scaling_of, scalings_of
 from agmm.planning import built_kernels, call_plans, formats, heuristics
-from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, PLAIN, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, symmetric
 from agmm.runtime.cuda_calls import Kernel, ReadyMatmul, ready_matmul
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.scaled import Scaled, ScaledProducts, Weight
 from agmm.runtime.scaling import ALL, Tile
 
@@ -97,32 +98,51 @@ def problem_of(
     op: str = ALL_GATHER_MATMUL,
     return_A: bool = False,
     group: dist.ProcessGroup | None = None,
+    epilogue: Epilogue | None = None,
 ) -> Problem | str:
     """What the planner is asked of a product of ``m`` rows on the multiprocessors of a group, or of
-    all of this GPU's; or the reason why no kernel serves it."""
+    all of this GPU's; or the reason why no kernel serves it.
+
+    Args:
+        epilogue: what the kernel makes of the sums; of a gate, ``weight`` is one of two alike.
+    """
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
     dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
     wanted = cuda_scaled.accumulation_of(A, weight)
     assert wanted is not None  # else it is illegal
-    name = built_kernels.format_served(op, dtype, wanted.name)
-    if not built_kernels.kernels_of(op, name):
+    of_kernel = PLAIN if epilogue is None else epilogue.kernel
+    name = built_kernels.format_served(op, dtype, wanted.name, epilogue=of_kernel)
+    if not built_kernels.kernels_of(op, name, of_kernel):
         return f"fp8: found {dtype} {wanted.name}, wanted what this build has a kernel for"
+    n = weight.B.values.shape[1]
     return call_plans.problem_of(
-        (m, weight.B.values.shape[1], A.values.shape[1]),
+        (m, 2 * n if epilogue is not None and epilogue.is_gated else n, A.values.shape[1]),
         name,
         A.values.device,
         op=op,
         group=group,
         return_A=return_A,
+        epilogue=of_kernel,
     )
 
 
-def kernel_of(A: Scaled, weight: Weight, problem: Problem, config: KernelConfig) -> Kernel:
+def kernel_of(
+    A: Scaled,
+    weight: Weight,
+    problem: Problem,
+    config: KernelConfig,
+    epilogue: Epilogue | None = None,
+) -> Kernel:
     """What the core is told of a product whose problem is `problem_of`'s."""
     accumulation = Accumulation.__members__[formats.of(problem.format).accumulation]
-    return cuda_scaled.kernel_of(A, weight, config.core, accumulation)
+    kernel = cuda_scaled.kernel_of(A, weight, config.core, accumulation)
+    return kernel if epilogue is None else _with(kernel, epilogue)
+
+
+def _with(kernel: Kernel, epilogue: Epilogue) -> Kernel:
+    return kernel._replace(activation=epilogue.activation, quantize_out=epilogue.quantize_out)
 
 
 def ready_matmul_of(
@@ -133,12 +153,15 @@ def ready_matmul_of(
     *,
     config: KernelConfig | None = None,
     sm_count: int = 0,
+    epilogue: Epilogue | None = None,
+    up: torch.Tensor | None = None,
 ) -> ReadyMatmul:
     """The product of one GPU, ready for operands of these kinds.
 
     Args:
-        a_chunk_signals, pivot, sm_count: as those of `cuda_calls.ready_matmul`.
+        a_chunk_signals, pivot, sm_count, up: as those of `cuda_calls.ready_matmul`.
         config: the kernel; None for the planner's.
+        epilogue: one that a kernel computes (`kernel_epilogues.why_scaled_behind`).
 
     Raises:
         InvalidArgument: no kernel can take the operands; the message says why.
@@ -146,21 +169,17 @@ def ready_matmul_of(
     reason = why_no_kernel(A.values.device) or cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         raise InvalidArgument(reason)
-    if config is not None:
-        accumulation = cuda_scaled.accumulation_of(A, weight)
-        assert accumulation is not None  # else it is illegal
-        kernel = cuda_scaled.kernel_of(A, weight, config.core, accumulation)
-    else:
-        problem = problem_of(A, weight, A.values.shape[0])
-        if isinstance(problem, str):
-            raise InvalidArgument(problem)
+    problem = problem_of(A, weight, A.values.shape[0], epilogue=epilogue)
+    if isinstance(problem, str):
+        raise InvalidArgument(problem)
+    if config is None:
         if sm_count:
             problem = replace(problem, sm_count=sm_count)
         chosen = call_plans.planner(None, A.values.device).fused_plan(problem).kernel
         assert chosen is not None
         chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-        chosen = heuristics.across_chunks(problem, chosen, chunks)
-        kernel = kernel_of(A, weight, problem, chosen)
+        config = heuristics.across_chunks(problem, chosen, chunks)
+    kernel = kernel_of(A, weight, problem, config, epilogue)
     return ready_matmul(
-        A.values, weight.B.values, a_chunk_signals, pivot, kernel, sm_count=sm_count
+        A.values, weight.B.values, a_chunk_signals, pivot, kernel, sm_count=sm_count, up=up
     )

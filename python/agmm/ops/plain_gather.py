@@ -114,12 +114,12 @@ class PlainGather(GatherCall):
         self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
         form, epilogue = plain_format("A_shard", self.A_shard), self.in_kernel
-        activation = "" if epilogue is None else epilogue.activation
+        of_kernel = ("", "") if epilogue is None else (epilogue.activation, epilogue.quantize_out)
         return ready_gather(
             workspace,
             self.A_shard,
             self.Bs,
-            [Kernel(kernel.core, form, activation) for kernel in kernels],
+            [Kernel(kernel.core, form, *of_kernel) for kernel in kernels],
             return_A=self.settings.return_A,
             transport=transport.core_arguments(),
         )

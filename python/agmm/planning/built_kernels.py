@@ -18,15 +18,13 @@ def kernels_of(
     """The kernels of this build to choose from, in any order and raster, by op and name of a
     format. The kernels of a matmul + all-reduce send finished tiles too; its plan that scatters has
     a kernel of a matmul + reduce-scatter. Few kernels have another epilogue, and not all of them
-    for both layouts of B; these are named for operands of 16 bits alone."""
+    for both layouts of B."""
     of = formats.of(name)
     if of.kind == formats.BITS_16:
         dtype = "" if epilogue == kernels.PLAIN else of.operands
         found = kernels.built(op, dtype, epilogue=epilogue, b_layout=b_layout)
-    elif epilogue != kernels.PLAIN:
-        return ()
     elif of.kind == formats.FP8:
-        found = kernels.built(op, of.operands, of.accumulation)
+        found = kernels.built(op, of.operands, of.accumulation, epilogue=epilogue)
     else:
         return ()
     return tuple(map(KernelConfig.of, found))
@@ -43,7 +41,8 @@ def format_served(
     operands: str,
     accumulation: str,
     *,
-    among: Callable[[str, str], Sequence[KernelConfig]] | None = None,
+    among: Callable[..., Sequence[KernelConfig]] | None = None,
+    epilogue: str = kernels.PLAIN,
 ) -> str:
     """The name of the format by whose kernels fp8 operands are served. Where no kernel accumulates
     fast, slow ones serve, which are only more exact.
@@ -52,11 +51,12 @@ def format_served(
         op: what `Problem.op` says. A matmul + all-reduce has the kernels of its scatter.
         operands: the name of a `_core.DType`.
         accumulation: the name of the `_core.Accumulation` that the scales want.
-        among: other kernels than `kernels_of`, by op and format.
+        among: other kernels than `kernels_of`, by op, format and epilogue.
+        epilogue: that of the kernels.
     """
     among = among or kernels_of
     op = MATMUL_REDUCE_SCATTER if op == MATMUL_ALL_REDUCE else op
     name = formats.fp8_name(operands, accumulation)
-    if accumulation == _core.Accumulation.fast.name and not among(op, name):
+    if accumulation == _core.Accumulation.fast.name and not among(op, name, epilogue):
         return formats.fp8_name(operands, _core.Accumulation.slow.name)
     return name

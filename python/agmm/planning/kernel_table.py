@@ -31,7 +31,7 @@ STREAMING = "streaming"
 """The schedule of the kernels for few rows, whose template is another (`src/gemm/sm90`)."""
 SCHEDULES = ("cooperative", "pingpong", STREAMING)
 ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
-EPILOGUES = {"plain": "Bias", "activation": "Activation", "gate": "Gate"}
+EPILOGUES = {"plain": "Bias", "activation": "Activation", "gate": "Gate", "gate_fp8": "GateFp8"}
 """The epilogues, with their names in `agmm::Epilogue`."""
 
 _LAYOUTS_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
@@ -44,6 +44,9 @@ _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
 _COLUMNS_OF_HALVES = 128
 """The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
+_COLUMNS_OF_TWO = 256
+"""The columns of a gate's tile whose sums are promoted: those of two MMAs, one for each weight.
+Half as many are those of one scale of a result in fp8."""
 _STREAMED_K = 128
 """The K of a tile of a streaming kernel (`agmm::kStreamedK`)."""
 _ROWS_OF_GROUPED = 64
@@ -194,11 +197,16 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     elif row.op != GATHER and row.swapped:
         yield "swapped", f"false with {row.op}"
     if row.epilogue != "plain" and row.op != GROUPED:
-        if row.op != GATHER or row.is_fp8 or row.timed:
-            yield "epilogue", f"plain but for {GATHER} of operands of 16 bits, not timed"
-        if row.epilogue == "gate" and (row.swapped or row.cluster[1] != 1):
+        if row.op != GATHER or row.timed:
+            yield "epilogue", f"plain but for {GATHER}, not timed"
+        is_gate = row.epilogue.startswith("gate")
+        if is_gate and row.accumulation != "fast" and row.tile[1] != _COLUMNS_OF_TWO:
+            yield "tile", f"{_COLUMNS_OF_TWO} columns with a gate and {row.accumulation} sums"
+        if row.epilogue == "gate_fp8" and row.tile[1] != _COLUMNS_OF_TWO:
+            yield "tile", f"{_COLUMNS_OF_TWO} columns with {row.epilogue}"
+        if is_gate and (row.swapped or row.cluster[1] != 1):
             yield "epilogue", "no gate with swapped, or a cluster of more than a tile along N"
-        if row.epilogue == "gate" and row.tile[1] % _COLUMNS_OF_HALVES:
+        if is_gate and row.tile[1] % _COLUMNS_OF_HALVES:
             yield "tile", f"a multiple of {_COLUMNS_OF_HALVES} columns with a gate"
     if row.op == ALL_REDUCE:
         if (row.schedule, row.cluster) != ("pingpong", (1, 1)):

@@ -3,6 +3,7 @@ be called."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.epilogues import GATED
+from agmm.runtime.scaling import BLOCK
 from agmm.runtime.streams import stream_of
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
@@ -46,6 +48,8 @@ class Kernel(NamedTuple):
     activation: str = ""
     """What the kernel makes of its sums, by the name in `epilogues.ACTIVATIONS`; a gated one has
     two weights."""
+    quantize_out: str = ""
+    """The kind of the scales of a gate's result in fp8, or nothing."""
 
     @property
     def is_gated(self) -> bool:
@@ -54,6 +58,8 @@ class Kernel(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of the result."""
+        if self.quantize_out:
+            return torch.float8_e4m3fn
         is_half = self.format.dtype == _core.DType.float16
         return torch.float16 if is_half else torch.bfloat16
 
@@ -111,14 +117,54 @@ def bias_pointer(bias: torch.Tensor | None, copies: list[torch.Tensor]) -> int:
     return aligned_pointer(bias, copies)
 
 
-Up = tuple[torch.Tensor, torch.Tensor | None]
-"""The second weight of a gate, and its bias."""
+class Up(NamedTuple):
+    """The second weight of a gate."""
+
+    B: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    """The scales of an fp8 weight."""
 
 
-def up_pointers(up: Up | None, copies: list[torch.Tensor]) -> tuple[int, int]:
-    """The addresses of a second weight and its bias, as the core wants them behind the others."""
+def up_pointers(
+    up: Up | None, scale: torch.Tensor | None, alignment: int, copies: list[torch.Tensor]
+) -> tuple[int, int, int]:
+    """The addresses of a second weight, its bias and its scales, as the core wants them behind the
+    others.
+
+    Args:
+        scale: the first weight's, which the second one's lie as.
+        alignment: that of both, as `scale_pointer` takes it.
+    """
     assert up is not None  # a gate has two weights
-    return aligned_pointer(up[0], copies), bias_pointer(up[1], copies)
+    of_up = 0
+    if up.scale is not None and scale is not None:
+        found = up.scale
+        if not alignment and found.stride() != scale.stride():
+            found = found.new_empty_strided(scale.shape, scale.stride()).copy_(found)
+            copies.append(found)
+        of_up = scale_pointer(found, alignment, copies)
+    return aligned_pointer(up.B, copies), bias_pointer(up.bias, copies), of_up
+
+
+class OutScales(NamedTuple):
+    """The scales of a result in fp8."""
+
+    written: torch.Tensor
+    """The scales of the values, float32, which the kernel writes."""
+    given: torch.Tensor | None
+    """The one that a tensor-wise result is wanted with."""
+
+    @classmethod
+    def of(cls, like: torch.Tensor, shape: Sequence[int], given: torch.Tensor | None) -> OutScales:
+        """The scales of a result [..., N] of that shape, on the GPU of a tensor."""
+        wanted = (*shape[:-1], -(-shape[-1] // BLOCK)) if given is None else (1, 1)
+        return cls(like.new_empty(wanted, dtype=torch.float32), given)
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        given = self.given
+        return self.written.data_ptr(), 0 if given is None else given.data_ptr()
 
 
 def up_leading(up: torch.Tensor | None) -> int:
@@ -198,6 +244,7 @@ class ReadyMatmul(NamedTuple):
         scale_b: torch.Tensor | None = None,
         tile_times: torch.Tensor | None = None,
         up: Up | None = None,
+        out_scales: OutScales | None = None,
     ) -> torch.Tensor:
         """Multiply each row chunk of ``a``, and its scales, once its signal is 1.
 
@@ -209,7 +256,8 @@ class ReadyMatmul(NamedTuple):
             scale_a, scale_b: float32, of fp8 operands; with signals, ``scale_a`` is contiguous.
             tile_times: uint8, where the kernel records when each tile waited and ran (timed
                 kernels).
-            up: the second weight of a gate, and its bias.
+            up: the second weight of a gate.
+            out_scales: of a gate whose result is fp8.
 
         Raises:
             InvalidArgument: the kernel cannot take the operands; the message says why.
@@ -234,7 +282,8 @@ class ReadyMatmul(NamedTuple):
                         bias_pointer(bias, copies),
                         out.data_ptr(),
                         0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                        *(up_pointers(up, copies) if is_gated else ()),
+                        *(up_pointers(up, scale_b, b_scale_alignment, copies) if is_gated else ()),
+                        *(() if out_scales is None else out_scales.pointers),
                     ),
                     stream_of(a.device),
                     0 if tile_times is None else tile_times.data_ptr(),
@@ -301,6 +350,7 @@ def ready_matmul(
             sm_count=sm_count,
             activation=kernel.activation,
             up_leading=up_leading(up),
+            quantizes=bool(kernel.quantize_out),
         ),
         (m, b.shape[1]),
         kernel.out_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_calls import (
     SCALE_BYTES,
     Kernel,
+    OutScales,
     ReadyMatmul,
     Up,
     aligned_pointer,
@@ -63,6 +64,8 @@ class ReadyGather(NamedTuple):
     """The matmul of each weight where there is one rank, which has nothing to gather."""
     is_gated: bool = False
     """Whether one kernel multiplies both weights, of which one result comes."""
+    quantizes: bool = False
+    """Whether that result is fp8, with its scales behind it."""
 
     def __call__(
         self,
@@ -71,6 +74,7 @@ class ReadyGather(NamedTuple):
         biases: Sequence[torch.Tensor | None],
         scale_a: torch.Tensor | None = None,
         scale_bs: Sequence[torch.Tensor | None] = (),
+        scale_out: torch.Tensor | None = None,
         tile_times: torch.Tensor | None = None,
     ) -> Gathered:
         """Gather A_shard, with its scales, and multiply it by each weight. Collective.
@@ -81,6 +85,7 @@ class ReadyGather(NamedTuple):
             biases: for each weight a bias [N] or None.
             scale_a: float32, of fp8 operands.
             scale_bs: of fp8 operands one for each weight; else empty.
+            scale_out: the one that a tensor-wise quantised result is wanted with.
             tile_times: uint8, where the kernel records when each of the first weight's tiles waited
                 and ran (timed kernels).
 
@@ -92,16 +97,16 @@ class ReadyGather(NamedTuple):
             Unsupported: the workspace cannot be made or grow; all ranks raise.
             InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone, gated = (
-            self
-        )
+        workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone = self[:9]
+        gated, quantizes = self[9:]
         up: Up | None = None
         if gated:
-            up, Bs, biases = (Bs[1], biases[1]), Bs[:1], biases[:1]
+            up = Up(Bs[1], biases[1], scale_bs[1] if scale_bs else None)
+            Bs, biases, scale_bs = Bs[:1], biases[:1], scale_bs[:1]
         if scale_a is None:
             scale_bs = (None,) * len(weights)
         if alone:
-            return self._alone(A_shard, Bs, biases, scale_a, scale_bs, up)
+            return self._alone(A_shard, Bs, biases, scale_a, scale_bs, up, scale_out)
         with workspace.lock:
             workspace.known.calls += 1
             # Each shard may have its own scale, which is sent as the scales of its rows.
@@ -131,7 +136,11 @@ class ReadyGather(NamedTuple):
                     out.data_ptr(),
                 )
             if gated:
-                addresses += up_pointers(up, copies)
+                addresses += up_pointers(up, scale_bs[0], weights[0].b_scale_alignment, copies)
+            if quantizes:
+                out_scales = OutScales.of(A_shard, weights[0].out_shape, scale_out)
+                outs.append(out_scales.written)
+                addresses += out_scales.pointers
             enqueue(
                 workspace,
                 slot_bytes,
@@ -154,13 +163,18 @@ class ReadyGather(NamedTuple):
         scale_a: torch.Tensor | None,
         scale_bs: Sequence[torch.Tensor | None],
         up: Up | None,
+        scale_out: torch.Tensor | None,
     ) -> Gathered:
         rows = A_shard.view(self.shard_shape)
         outs = []
         of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
         for w, matmul, B, bias, scale_b in of_each:
-            out = matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b, up=up)
+            scales = OutScales.of(rows, w.out_shape, scale_out) if self.quantizes else None
+            given: dict[str, Any] = {"bias": bias, "up": up, "out_scales": scales}
+            out = matmul(rows, B, None, scale_a=scale_a, scale_b=scale_b, **given)
             outs.append(reshaped(out, w.out_shape))
+            if scales is not None:
+                outs.append(scales.written)
         if self.gathered_shape is None:
             return None, None, outs
         if scale_a is not None:
@@ -205,7 +219,8 @@ def ready_gather(
         n = B.shape[1]
         of_core.append(
             _core.GatherWeight(
-                *(n, layout, kernel.format, kernel.config), kernel.activation, up_leading(up)
+                *(n, layout, kernel.format, kernel.config, kernel.activation, up_leading(up)),
+                quantizes=bool(kernel.quantize_out),
             )
         )
         shape = (*front, n)
@@ -230,4 +245,5 @@ def ready_gather(
         tuple(ready),
         alone,
         is_gated,
+        bool(kernels[0].quantize_out),
     )

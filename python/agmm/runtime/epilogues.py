@@ -58,6 +58,9 @@ class Epilogue(NamedTuple):
     saves_products: bool = False
     """Whether the products with their biases, before the activation, are results too, behind the
     others, as a backward wants them."""
+    quantize_out: str = ""
+    """The kind of the scales with which a kernel is to write the result of a gate in fp8, or
+    nothing. What torch's ops compute is not quantised."""
 
     @property
     def is_gated(self) -> bool:
@@ -67,7 +70,9 @@ class Epilogue(NamedTuple):
     @property
     def kernel(self) -> str:
         """The epilogue of the kernels that compute it, as `_core.KernelFacts.epilogue` says it."""
-        return "gate" if self.is_gated else "activation"
+        if not self.is_gated:
+            return "activation"
+        return "gate_fp8" if self.quantize_out else "gate"
 
     def check(self, Bs: Sequence[Any], dtype: torch.dtype, *, name: str = "B") -> None:
         """Refuses weights that the activation cannot have, and dtypes.

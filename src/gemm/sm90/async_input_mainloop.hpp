@@ -116,7 +116,7 @@ struct AsyncInputMainloop : Base {
       BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
                   2 * cute::size<0>(SumsLayout{}),
                   cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarpGroup,
-                  kAccumulation == Accumulation::Block1x128>;
+                  kAccumulation == Accumulation::Block1x128, Policy::kColumnsPerOut == 2>;
 
   struct NoBlockScales {};
   struct BlockScaleStorage {
@@ -136,6 +136,7 @@ struct AsyncInputMainloop : Base {
 
   /// Whether B is two weights, gate and up: then the first half of a tile's columns are gate's.
   static constexpr bool kIsGated = Policy::kColumnsPerOut == 2;
+  using ScaleArgs = cute::conditional_t<kIsGated, GatedBlockScaleArgs, BlockScaleArgs>;
   struct NoHalves {};
   using Halves = cute::conditional_t<kIsGated,
                                      HalvesOfB<typename Base::ElementB, typename Base::StrideB,
@@ -148,7 +149,7 @@ struct AsyncInputMainloop : Base {
     Element* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
     SmPushArgs push{};
-    BlockScaleArgs block_scales{};
+    ScaleArgs block_scales{};
     ClusterSumsOut sums_out{};
   };
 
@@ -181,7 +182,7 @@ struct AsyncInputMainloop : Base {
     AsyncInput input;
     SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
-    BlockScaleArgs block_scales{};
+    ScaleArgs block_scales{};
     ClusterSumsOut sums_out{};
   };
 

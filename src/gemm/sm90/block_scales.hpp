@@ -25,8 +25,13 @@ struct BlockScaleArgs {
   int32_t b_k = 0;
   int32_t b_n = 0;
   int32_t rows = 0;
-  int32_t columns = 0;  // of B
+  int32_t columns = 0;  // of a weight
   int32_t k_tiles = 0;
+};
+
+/// The scales of two weights, gate and up, which lie alike.
+struct GatedBlockScaleArgs : BlockScaleArgs {
+  float const* b_up = nullptr;
 };
 
 /// Where the tile begins that is in the stages from one on; written by the producer, which alone
@@ -37,14 +42,17 @@ struct TileStart {
 };
 
 /// The block scales of a thread's sums. A tile has kAtomsM x kAtomsN atoms, MMAs of 64 rows by
-/// kColumns columns; kPerColumn: B has a scale for each column, else for 128.
+/// kColumns columns; kPerColumn: B has a scale for each column, else for 128; kIsGated: the first
+/// half of a tile's columns are of gate, the others of up.
 ///
 /// A warp has its rows to itself, so it alone loads their scales, a group of k tiles at a time, and
 /// keeps them in shared memory. The next group's are loaded into registers meanwhile. Few registers
 /// are left beside the sums, and little time: from where a lane loads is worked out once in a tile,
 /// and kept in shared memory too.
-template <int kAtomsM, int kAtomsN, int kColumns, int kWarpgroups, bool kPerColumn>
+template <int kAtomsM, int kAtomsN, int kColumns, int kWarpgroups, bool kPerColumn,
+          bool kIsGated = false>
 class BlockScales {
+  using Args = cute::conditional_t<kIsGated, GatedBlockScaleArgs, BlockScaleArgs>;
   static constexpr int kGroup = 4;                        // k tiles whose scales a warp has at hand
   static constexpr int kWarpRows = 16 * kAtomsM;          // of a warp: 16 in an atom
   static constexpr int kLoads = kWarpRows * kGroup / 32;  // of a lane
@@ -58,6 +66,8 @@ class BlockScales {
   static constexpr int kFactors = kPerColumn ? kFloats : 2 * kColumns / kSame;
   static_assert(kColumns <= kScaleBlock, "an atom has columns of two blocks at most");
   static_assert(kBlocks * kGroup <= 32);
+  static_assert(!kIsGated || (!kPerColumn && kTileColumns == 2 * kScaleBlock),
+                "a tile has a scale block of each weight");
 
  public:
   /// What one warp has in shared memory.
@@ -72,8 +82,7 @@ class BlockScales {
     TileStart start;
   };
 
-  CUTLASS_DEVICE BlockScales(BlockScaleArgs const& args, TileStart const* starts, Held* held,
-                             int thread)
+  CUTLASS_DEVICE BlockScales(Args const& args, TileStart const* starts, Held* held, int thread)
       : args_(args), starts_(starts), held_(held[thread / 32]), thread_(thread) {}
 
   /// Comes before any other function, once the first k tile is in stage `stage` and before it is
@@ -94,7 +103,10 @@ class BlockScales {
           is_local ? args_.a_local + ((row - args_.local_rows.begin) * args_.k_tiles + k)
                    : args_.a + (row * args_.k_tiles + k);
     }
-    if constexpr (!kPerColumn) {
+    if constexpr (kIsGated) {
+      float const* const of_weight = lane < kGroup ? args_.b : args_.b_up;
+      held_.from_b[lane] = of_weight + (k * args_.b_k + start.column / kTileColumns * args_.b_n);
+    } else if constexpr (!kPerColumn) {
       int const block = min_of(start.column / kScaleBlock + int(lane / kGroup),
                                (args_.columns - 1) / kScaleBlock);
       held_.from_b[lane] = args_.b + (k * args_.b_k + block * args_.b_n);
@@ -219,7 +231,7 @@ class BlockScales {
     return kAtomRows * kWarpgroups * (row / 16) + row % 16;
   }
 
-  BlockScaleArgs const& args_;
+  Args const& args_;
   TileStart const* const starts_;
   Held& held_;
   int const thread_;

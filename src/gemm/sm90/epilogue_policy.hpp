@@ -20,6 +20,11 @@ namespace agmm {
 template <int kSize>
 using Floats = cutlass::Array<float, kSize>;
 
+struct ColumnScaleArgs {
+  float const* scales = nullptr;
+  bool is_per_column = false;  // else one for all columns
+};
+
 /// The arithmetic of an epilogue, in float32, without scales: what tells one from another.
 /// finish() makes a row's columns of `out` of as many sums that are whole and scaled, where one
 /// column of B becomes one of out. kKeepsSums: without a bias it changes nothing. kNoBias is added
@@ -73,12 +78,23 @@ struct EpilogueMath<Epilogue::Gate> {
   struct Of {
     Activation activation = Activation::Relu;
     Out const* bias_up = nullptr;  // [columns of out] or null
+    ColumnScaleArgs column_scales_up{};
   };
 
   template <class Function>
   CUTLASS_DEVICE static float finish(float gate, float up, Function) {
     return activated<Function::value>(gate) * up;
   }
+};
+
+/// Quantises what Gate makes.
+template <>
+struct EpilogueMath<Epilogue::GateFp8> : EpilogueMath<Epilogue::Gate> {
+  template <class Out>
+  struct Of : EpilogueMath<Epilogue::Gate>::Of<Out> {
+    float* out_scales = nullptr;             // [rows, blocks of columns], or [1]
+    float const* given_out_scale = nullptr;  // of all values, or null
+  };
 };
 
 /// What an epilogue reads of its own, by the type of the result.
@@ -90,10 +106,9 @@ template <class Out>
 struct OwnArgsOf<Epilogue::Gate, Out> {
   using type = typename EpilogueMath<Epilogue::Gate>::template Of<Out>;
 };
-
-struct ColumnScaleArgs {
-  float const* scales = nullptr;
-  bool is_per_column = false;  // else one for all columns
+template <class Out>
+struct OwnArgsOf<Epilogue::GateFp8, Out> {
+  using type = typename EpilogueMath<Epilogue::GateFp8>::template Of<Out>;
 };
 
 /// All that an epilogue reads beside the sums.
@@ -125,6 +140,9 @@ struct EpiloguePolicy {
   using Args = EpilogueArgs<kEpilogue, Out>;
   using Math = EpilogueMath<kEpilogue>;
   static constexpr bool kScaled = kScaled_;
+  static constexpr bool kQuantizes = quantizes(kEpilogue);
+  /// The type of what is stored.
+  using Stored = cute::conditional_t<kQuantizes, cutlass::float_e4m3_t, Out>;
   static constexpr int kColumnsPerOut = columns_per_out(kEpilogue);
   static constexpr bool kHasOwn = !std::is_empty_v<typename OwnArgsOf<kEpilogue, Out>::type>;
 

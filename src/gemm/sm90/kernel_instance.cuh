@@ -125,17 +125,18 @@ struct KernelInstance {
   static constexpr bool kPromotes = kAccumulation != Accumulation::Fast;
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
 
-  static constexpr int kOutAlignment = 16 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(ElementA);
   /// Block scales are the mainloop's.
   using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
+  using Stored = typename Policy::Stored;
+  static constexpr int kOutAlignment = 16 / sizeof(Stored);
   /// Whether a tile has the sums of two weights, which GatedEpilogue makes results of.
   static constexpr bool kIsGated = Policy::kColumnsPerOut == 2;
-  static_assert(!kIsGated || (!kSwapped && !Types::kIsFp8));
+  static_assert(!kIsGated || !kSwapped);
   static constexpr int kOutN = kMmaN / Policy::kColumnsPerOut;  // columns of out in a tile
   using OutTile = cute::Shape<cute::Int<kMmaM>, cute::Int<kOutN>, cute::Int<TileK>>;
   template <bool kRoundsOnly, class OfPolicy>
-  struct TreeOf : RoundingTree<Element> {};
+  struct TreeOf : RoundingTree<Stored> {};
   template <class OfPolicy>
   struct TreeOf<false, OfPolicy> : OfPolicy::template Tree<TileShape, kSwapped> {};
   using EpilogueTree = TreeOf<kIsGated, Policy>;
@@ -153,7 +154,7 @@ struct KernelInstance {
   template <class OfTree>
   using EpilogueWith = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, OutTile, ClusterShape, EpilogueTile,
-      float, float, void, OutLayout, kOutAlignment, Element, OutLayout, kOutAlignment,
+      float, float, void, OutLayout, kOutAlignment, Stored, OutLayout, kOutAlignment,
       EpilogueSchedule, typename OfTree::type>::CollectiveOp;
   using UsualEpilogue = EpilogueWith<EpilogueTree>;
 
@@ -210,12 +211,12 @@ struct KernelInstance {
         static_cast<int>(sizeof(typename KernelWith<UsualEpilogue>::SharedStorage));
     constexpr int kUsual = UsualEpilogue::DispatchPolicy::StagesD;
     return std::min(kMmaM * kOutN / kSubtile,
-                    kUsual + kLeft / (kSubtile * static_cast<int>(sizeof(Element))));
+                    kUsual + kLeft / (kSubtile * static_cast<int>(sizeof(Stored))));
   }
   using StoringEpilogue = typename WithStoreBuffers<UsualEpilogue, store_buffers()>::type;
   template <bool kBehindGate, class Storing>
   struct BehindGate {
-    using type = GatedEpilogue<Storing, Policy, OutTile, MmaOf<kMmaColumns / 2>>;
+    using type = GatedEpilogue<Storing, Policy, OutTile, MmaOf<wgmma_columns(kOutN)>>;
   };
   template <class Storing>
   struct BehindGate<false, Storing> {
@@ -249,18 +250,21 @@ struct KernelInstance {
     return input;
   }
 
-  static BlockScaleArgs block_scales(AsyncInputArgs const& mm) {
+  static typename Mainloop::ScaleArgs block_scales(AsyncInputArgs const& mm) {
     Scales const& scales = mm.operands.scales;
-    return {scales.a,
-            scales.a_local,
-            {mm.operands.local_begin, mm.operands.local_end},
-            scales.a_out,
-            scales.b,
-            scales.b_k_stride,
-            scales.b_n_stride,
-            mm.problem.m,
-            mm.problem.n,
-            ceil_div(mm.problem.k, TileK)};
+    typename Mainloop::ScaleArgs args;
+    static_cast<BlockScaleArgs&>(args) = {scales.a,
+                                          scales.a_local,
+                                          {mm.operands.local_begin, mm.operands.local_end},
+                                          scales.a_out,
+                                          scales.b,
+                                          scales.b_k_stride,
+                                          scales.b_n_stride,
+                                          mm.problem.m,
+                                          mm.problem.out_columns(),
+                                          ceil_div(mm.problem.k, TileK)};
+    if constexpr (kIsGated) args.b_up = scales.b_up;
+    return args;
   }
 
   static SplitK split_k(AsyncInputArgs const& mm) {
@@ -306,9 +310,14 @@ struct KernelInstance {
     if constexpr (kSplitsInCluster) {
       gemm.mainloop.sums_out = {static_cast<Element*>(operands.out), m, n, out_columns, epilogue};
     }
-    gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
+    gemm.epilogue.ptr_D = static_cast<Stored*>(operands.out);
     if constexpr (kIsGated) {
       epilogue.bias_up = static_cast<Element const*>(operands.bias_up);
+      if constexpr (Policy::kQuantizes) {
+        epilogue.out_scales = operands.out_scales;
+        epilogue.given_out_scale = operands.given_out_scale;
+      }
+      epilogue.column_scales_up = {operands.scales.b_up, operands.scales.b_per_column};
       gemm.epilogue.gate = epilogue;
       gemm.mainloop.ptr_B_up = operands.b_up;
       gemm.mainloop.ldb_up = operands.ldb_up;

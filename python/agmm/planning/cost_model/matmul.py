@@ -147,7 +147,7 @@ def behind_us(problem: Problem) -> float:
     if problem.epilogue == PLAIN:
         return 0.0
     c = constants_for(problem)
-    out = problem.n // 2 if problem.epilogue == "gate" else problem.n
+    out = problem.n // 2 if problem.epilogue.startswith("gate") else problem.n
     passed = problem.m * (problem.n + out) * ELEMENT_BYTES
     return c.launch_us + passed / (c.memory_gb_per_s * 1e3)
 
