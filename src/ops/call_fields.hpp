@@ -20,7 +20,8 @@ AGMM_FIELDS(Release, signals, signal_count, counters, counter_count, peer_credit
 AGMM_FIELDS(PushOrder, chunks, log_parts, head_chunks, head_level, tail_level, rounds, chunk_at);
 AGMM_FIELDS(SmPushArgs::Place, rows, signals);
 AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_vectors, order,
-            first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go);
+            first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go,
+            scales, scales_behind, row_scales);
 AGMM_FIELDS(ReportPlace, report, report_lock, late);
 AGMM_FIELDS(WaitLimit, place, limit_ns, senders, rank);
 AGMM_FIELDS(SecondTensor, in, out, out_stride, first, whole, elements);
