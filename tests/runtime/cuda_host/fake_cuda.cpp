@@ -17,6 +17,7 @@
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "sync/signals.hpp"
+#include "transport/release.hpp"
 #include "transport/row_dispatch.hpp"
 #include "transport/stage.hpp"
 
@@ -422,6 +423,11 @@ std::size_t const kGroupedCount = 0;
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
+}
+
+cudaError_t prepare_release() { return cudaSuccess; }
+cudaError_t launch_release(Release const&, cudaStream_t stream) {
+  return fake::enqueue("release", stream);
 }
 
 cudaError_t prepare_combine() { return cudaSuccess; }
