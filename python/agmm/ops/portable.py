@@ -16,7 +16,7 @@ from agmm import _core
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
 from agmm.planning.legality import PORTABLE_ROWS
 from agmm.planning.problems import portable_pieces
-from agmm.runtime import capabilities, cuda_hosts, groups, symmetric, workspaces
+from agmm.runtime import capabilities, cuda_hosts, groups, hosts, symmetric, workspaces
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_hosts import CudaHosts
 from agmm.runtime.cuda_portable import PortableGather, PortableScatter
@@ -55,6 +55,16 @@ def _between_hosts(
     return cuda_hosts.of(group, device) if cuda_hosts.why_apart(group, device) else None
 
 
+def shares_no_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks of a group do not reach each other's memory, the same on all of them: they are
+    on several hosts, or their GPUs have no peer access. Collective at first use."""
+    if hosts.spans(group):
+        return True
+    if device.type != "cuda" or group.size() == 1 or torch.cuda.is_current_stream_capturing():
+        return False
+    return cuda_hosts.why_apart(group, device) is not None
+
+
 def why_not(call: OpCall[Any]) -> str | None:
     """The reason why copies between the GPUs cannot serve a call that the library can multiply, or
     None. The same on all ranks, and collective at a group's first use."""
@@ -63,8 +73,8 @@ def why_not(call: OpCall[Any]) -> str | None:
         return f"device: found {device}, wanted cuda or cpu"
     if size == 1:
         return "group: 1 rank, which has nothing to send"
-    hosts, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
-    largest = max(map(hosts.count, hosts))
+    of_ranks, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
+    largest = max(map(of_ranks.count, of_ranks))
     if largest > most:
         return f"group: {largest} ranks on a host, the portable path wants at most {most}"
     return symmetric.why_group_unfused(call.group, device, capabilities.COLLECTIVES)

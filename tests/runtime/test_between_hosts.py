@@ -1,0 +1,25 @@
+"""All ops, layers and integrations in groups that span hosts: uneven numbers of ranks, and one rank
+on each of three hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import between_hosts_work as work
+import pytest
+
+from agmm.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own: torch makes a group of a host's ranks only where all have been in equally
+    many groups, which is not so of all ranks that tests share."""
+    with RankPool(3, env={"AGMM_TIMEOUT_S": "30"}) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("hosts", ["abb", "abc"])
+@pytest.mark.parametrize("what", [work.ops, work.backward, work.layers, work.sharded])
+def test_as_on_one_host(ranks: RankPool, hosts: str, what: Callable[[str], list[str]]) -> None:
+    assert ranks.run(what, hosts) == [[]] * 3
