@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, fsdp
 from agmm.nn import ColumnParallelLinear, GatedMLP, MoE, RowParallelLinear
+from agmm.ops import portable
 from agmm.runtime import groups
+from agmm.runtime.hosts import CpuHosts
 
 SIZES = (Sizes(), Sizes(dim=1))
 
@@ -60,7 +63,8 @@ class Sides:
         fault = _differ(found, wanted)
         new = [text for text in said if text not in before]
         paths = [text for text in new if "agmm takes the" in text]
-        if fault is None and (paths[1:] or any(self.reason not in text for text in new)):
+        is_named = [self.reason in text or "on the portable path" in text for text in new]
+        if fault is None and (paths[1:] or not all(is_named)):
             fault = f"warned {said}"
         return fault or (None if strict is None else self._fault_of_strict(strict, wanted))
 
@@ -76,6 +80,41 @@ class Sides:
                 is_named = self.reason in text or "_dim" in text or "portable" in text
                 return None if is_named else f"strict: refused by {text}"
         return _differ(found, wanted) or (f"strict: warned {said}" if said else None)
+
+
+SERVED = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
+SERVED |= {"all_gather_scaled_matmul", "scaled_matmul_reduce_scatter", "scaled_matmul_all_reduce"}
+"""The ops that messages between hosts serve, by their names in messages."""
+
+
+def by_messages(what: Callable[[str], list[str]], hosts: str) -> list[str]:
+    """Faults of such calls where AGMM_MESSAGES is on, of any number of rows, and the ops that
+    messages have not served."""
+    served = set()
+
+    def noted(group: dist.ProcessGroup, call: Any) -> CpuHosts:
+        served.add(call.op)
+        return CpuHosts(group, call)
+
+    with (
+        mock.patch.object(portable, "PORTABLE_ROWS", 1),
+        mock.patch.object(portable, "CpuHosts", noted),
+        mock.patch.dict(os.environ, AGMM_MESSAGES="on"),
+    ):
+        faults = what(hosts)
+    return faults + sorted(SERVED - served if what is ops else [])
+
+
+def at_odds(hosts: str) -> str:
+    """The error of ranks of which some ask for messages and others do not."""
+    sides, rank = Sides(hosts), dist.get_rank()
+    asked = mock.patch.dict(os.environ, AGMM_MESSAGES="on" if rank == 0 else "off")
+    with sides.apart(), asked:
+        try:
+            agmm.all_gather_matmul(torch.ones(1024, 4), torch.ones(4, 4), sides.far)
+        except agmm.AgmmError as error:
+            return str(error)
+    return "no error"
 
 
 @contextmanager

@@ -23,3 +23,17 @@ def ranks() -> Iterator[RankPool]:
 @pytest.mark.parametrize("what", [work.ops, work.backward, work.layers, work.sharded])
 def test_as_on_one_host(ranks: RankPool, hosts: str, what: Callable[[str], list[str]]) -> None:
     assert ranks.run(what, hosts) == [[]] * 3
+
+
+@pytest.mark.parametrize("hosts", ["abb", "abc"])
+@pytest.mark.parametrize("what", [work.ops, work.backward, work.layers])
+def test_messages_that_are_asked_for_once(
+    ranks: RankPool, hosts: str, what: Callable[[str], list[str]]
+) -> None:
+    assert ranks.run(work.by_messages, what, hosts) == [[]] * 3
+
+
+def test_ranks_that_do_not_all_ask_for_messages(ranks: RankPool) -> None:
+    found = ranks.run(work.at_odds, "abb")
+    words = "AGMM_MESSAGES: found 'on' on rank 0, 'off' on rank 1, 'off' on rank 2 of a group"
+    assert [words in error for error in found] == [True] * 3, found

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm import _core
+from agmm import _core, _env
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
+from agmm.planning import call_plans
 from agmm.planning.legality import PORTABLE_ROWS
 from agmm.planning.problems import portable_pieces
 from agmm.runtime import capabilities, cuda_hosts, groups, hosts, symmetric, workspaces
@@ -91,22 +92,36 @@ def route(call: OpCall[Any], why_not_op: str | None, *, lasts: bool) -> Route:
     return Route(LIBRARY, reason) if reason else Route(PORTABLE, lasts=lasts)
 
 
-def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
+def instead(call: OpCall[Any]) -> Route | None:
     """The route of a call on GPUs of which one has no kernel for matmuls; None for others, and for
-    those that go unfused.
-
-    Args:
-        rows: of A, of all ranks.
-        lasts: whether later calls of the same kind take the same route.
-    """
-    if call.device.type != "cuda" or (rows < PORTABLE_ROWS and not call.strict):
+    those that go unfused."""
+    if call.device.type != "cuda" or not _are_enough(call):
         return None
     reason = symmetric.why_group_unfused(call.group, call.device)
     if reason is None or why_not(call) is not None:
         return None
     if cuda_hosts.why_apart(call.group, call.device) is not None:
         return None  # messages have to be asked for, until a GPU has shown what they gain
-    return Route(PORTABLE, reason, lasts=lasts)
+    return Route(PORTABLE, reason, lasts=call.lasts_by_copies())
+
+
+def by_messages(call: OpCall[Any]) -> Route | None:
+    """The route of a call whose ranks share no memory, where AGMM_MESSAGES asks for messages; None
+    for others. The same on all ranks, and collective at a group's first use."""
+    if not _env.is_on(_env.MESSAGES) or call.group.size() == 1 or not _are_enough(call):
+        return None
+    call_plans.agree(call.group, call.device)  # which finds ranks that were asked otherwise
+    if not shares_no_memory(call.group, call.device):
+        return None
+    if call.device.type == "cpu":
+        return Route(PORTABLE, lasts=False)
+    return None if why_not(call) else Route(PORTABLE, lasts=call.lasts_by_copies())
+
+
+def _are_enough(call: OpCall[Any]) -> bool:
+    """Whether a call has the rows that it wants to take the portable path without being asked."""
+    rows = call.rows_by_copies()
+    return rows is not None and (rows >= PORTABLE_ROWS or call.strict)
 
 
 class ReadyGather(NamedTuple):

@@ -127,14 +127,15 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> tuple[list[tables.Tabl
     group learns plans.
 
     Raises:
-        AgmmError: some ranks learn plans and others do not, or AGMM_BATCH_INVARIANT differs; all
-            ranks raise.
+        AgmmError: some ranks learn plans and others do not, or AGMM_BATCH_INVARIANT or
+            AGMM_MESSAGES differs; all ranks raise.
     """
     world_size = dist.get_world_size(group)
     learns = is_learning()
     settings = {
         _env.LEARN: ("on" if learns else "off", " (agmm.learn_plans sets it, too)"),
         _env.BATCH_INVARIANT: (_env.batch_invariant(), ""),
+        _env.MESSAGES: ("on" if _env.is_on(_env.MESSAGES) else "off", ""),
     }
     said = " ".join(value for value, _ in settings.values())
     for _ in range(_LOOKS if learns else 1):
