@@ -21,10 +21,14 @@ A100 = CARDS["nvidia-a100-sxm4-80gb"]
 PROBLEM = Problem(8192, 8192, 8192, world_size=8, op=ALL_GATHER_MATMUL, gpu=A100.name)
 FACTS = {
     "nvidia-a100-sxm4-80gb": DriverFacts("A100", (8, 0), 108, 1410, 1593, 5120, nvlinks=12),
+    "nvidia-a100-pcie-40gb": DriverFacts("A100", (8, 0), 108, 1410, 1215, 5120, pcie_gb_per_s=31.5),
     "nvidia-l40s": DriverFacts("L40S", (8, 9), 142, 2520, 9001, 384, pcie_gb_per_s=31.5),
     "nvidia-b200": DriverFacts("B200", (10, 0), 148, 1850, 3996, 8192, nvlinks=18),
     "nvidia-rtx-pro-6000-blackwell-server-edition": DriverFacts(
         "RTX PRO 6000", (12, 0), 188, 2617, 12481, 512, pcie_gb_per_s=63.0
+    ),
+    "nvidia-rtx-pro-6000-blackwell-workstation-edition": DriverFacts(
+        "RTX PRO 6000", (12, 0), 188, 2617, 14001, 512, pcie_gb_per_s=63.0
     ),
 }
 """What drivers say of cards whose data sheets are known: clocks and widths of the cards."""

@@ -62,16 +62,21 @@ class Card:
         return _PRODUCT_US + 1e-3 * nbytes / (self.memory_gb_per_s * _MEMORY_SHARE)
 
 
-_NVLINK_4 = "per direction, half of what the sheet says of both"
+_BOTH_WAYS = "per direction, half of what the sheet says of both"
 _SHEETS = (
-    ("nvidia-a100-sxm4-80gb", 312, 0, 2039, 300, f"NVLink {_NVLINK_4}"),
-    ("nvidia-a100-sxm4-40gb", 312, 0, 1555, 300, f"NVLink {_NVLINK_4}"),
+    ("nvidia-a100-sxm4-80gb", 312, 0, 2039, 300, f"NVLink {_BOTH_WAYS}"),
+    ("nvidia-a100-sxm4-40gb", 312, 0, 1555, 300, f"NVLink {_BOTH_WAYS}"),
+    ("nvidia-a100-pcie-40gb", 312, 0, 1555, 32, "PCIe 4.0 x16, without an NVLink bridge"),
     ("nvidia-a100-80gb-pcie", 312, 0, 1935, 32, "PCIe 4.0 x16, without an NVLink bridge"),
     ("nvidia-l40s", 362, 733, 864, 32, "PCIe 4.0 x16"),
-    ("nvidia-b200", 2250, 4500, 8000, 900, f"NVLink {_NVLINK_4}"),
+    ("nvidia-b200", 2250, 4500, 8000, 900, f"NVLink {_BOTH_WAYS}"),
     (
         "nvidia-rtx-pro-6000-blackwell-server-edition",
-        *(503, 1007, 1597, 64, "PCIe 5.0 x16; TFLOPS: a quarter and a half of 2 PFLOPS in fp8"),
+        *(500, 1000, 1597, 64, "PCIe 5.0 x16; TFLOPS: half of 1 and 2 PFLOPS with sparsity"),
+    ),
+    (
+        "nvidia-rtx-pro-6000-blackwell-workstation-edition",
+        *(500, 1000, 1792, 64, "PCIe 5.0 x16; TFLOPS: an eighth and a quarter of 4000 in fp4"),
     ),
 )
 """The numbers of NVIDIA's data sheets: dense TFLOPS of 16 bits and of fp8 (half of those that the
