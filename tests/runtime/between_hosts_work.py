@@ -24,6 +24,7 @@ from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, fsdp
 from agmm.nn import ColumnParallelLinear, GatedMLP, MoE, RowParallelLinear
 from agmm.ops import portable
+from agmm.planning import built_kernels
 from agmm.runtime import groups
 from agmm.runtime.hosts import CpuHosts
 
@@ -105,13 +106,17 @@ def by_messages(what: Callable[[str], list[str]], hosts: str) -> list[str]:
     return faults + sorted(SERVED - served if what is ops else [])
 
 
-def at_odds(hosts: str) -> str:
-    """The error of ranks of which some ask for messages and others do not."""
-    sides, rank = Sides(hosts), dist.get_rank()
-    asked = mock.patch.dict(os.environ, AGMM_MESSAGES="on" if rank == 0 else "off")
-    with sides.apart(), asked:
+def at_odds(hosts: str, what: str) -> str:
+    """The error of ranks of which one asks for messages, or has another build, alone."""
+    sides, is_first = Sides(hosts), dist.get_rank() == 0
+    differ: Any = mock.patch.dict(os.environ, AGMM_MESSAGES="on" if is_first else "off")
+    if what == "build":
+        build = "0.3.1/2/ab" if is_first else "0.3.0/178/cd"
+        differ = mock.patch.object(built_kernels, "build", return_value=build)
+    with sides.apart(), differ:
         try:
-            agmm.all_gather_matmul(torch.ones(1024, 4), torch.ones(4, 4), sides.far)
+            A, B = torch.ones(1024, 4), torch.ones(4, 4)
+            agmm.all_gather_matmul(A, B, sides.near if what == "build" else sides.far)
         except agmm.AgmmError as error:
             return str(error)
     return "no error"

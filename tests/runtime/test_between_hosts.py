@@ -33,7 +33,13 @@ def test_messages_that_are_asked_for_once(
     assert ranks.run(work.by_messages, what, hosts) == [[]] * 3
 
 
-def test_ranks_that_do_not_all_ask_for_messages(ranks: RankPool) -> None:
-    found = ranks.run(work.at_odds, "abb")
-    words = "AGMM_MESSAGES: found 'on' on rank 0, 'off' on rank 1, 'off' on rank 2 of a group"
-    assert [words in error for error in found] == [True] * 3, found
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("messages", "AGMM_MESSAGES: found 'on' on rank 0, 'off' on rank 1, 'off' on rank 2"),
+        ("build", "build of agmm: found '0.3.1/2/ab' on rank 0, '0.3.0/178/cd' on rank 1, "),
+    ],
+)
+def test_ranks_at_odds(ranks: RankPool, what: str, words: str) -> None:
+    found = ranks.run(work.at_odds, "abb", what)
+    assert [words in error and "wanted the same on all" in error for error in found] == [True] * 3
