@@ -138,7 +138,7 @@ def test_same_gpu_is_found_by_its_uuid(make: Any, monkeypatch: pytest.MonkeyPatc
 def test_ranks_of_several_versions_share_no_memory(
     make: Any, monkeypatch: pytest.MonkeyPatch, name: str, hosts: tuple[str, str]
 ) -> None:
-    """Those of several hosts share none anyway, whatever their versions are."""
+    """Ranks of several hosts share none anyway, whatever their versions are."""
     own = {"CUDA drivers": "13.0", "versions of torch": "2.11"}
     monkeypatch.setattr(sharing, "versions", lambda: own)
 

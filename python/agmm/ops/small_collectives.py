@@ -287,7 +287,7 @@ def all_gathered(
         _look_through(shard, group, for_call)
         with contextlib.suppress(Unsupported):
             return gather(shard, group)
-    # Not all backends move fp8.
+    # The group's backend may move no fp8.
     sent = shard.view(torch.uint8) if shard.dtype in FP8 else shard
     found = collectives.start_all_gather(sent, group.group_name, 0, call=for_call)()
     return found.view(shard.dtype)
