@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import cpu_async_tp_work
 import every_op
 import torch
 import torch.distributed as dist
@@ -258,6 +259,43 @@ def _trained(
     torch.stack([result.square().sum() for result in results]).sum().backward()
     gradients: list[Any] = [parameter.grad for parameter in layer.parameters()]
     return [*results, x.grad, *(getattr(g, "to_local", lambda g=g: g)() for g in gradients)]
+
+
+def compiled(hosts: str) -> list[str]:
+    """Faults of compiled calls: of layers with their backward, and of what torch's async-TP pass
+    makes of a gather, two matmuls and a reduce-scatter."""
+    sides, faults = Sides(hosts), []
+    size = dist.get_world_size()
+    for name in ("columns", "gated"):
+        make, columns = _layers(size)[name]
+
+        def in_graph(
+            group: dist.ProcessGroup, make: Callable[..., torch.nn.Module] = make
+        ) -> torch.nn.Module:
+            torch.compiler.reset()
+            layer = make(group)
+            layer.compile(backend="aot_eager")
+            return layer
+
+        with sides.apart():
+            wanted = _copies(_trained(make, columns, sides.far))
+            fault = _differ(_trained(in_graph, columns, sides.far), wanted)
+        faults += [] if fault is None else [f"{name}: {fault}"]
+
+    def halves(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        A = cpu_async_tp_work.all_gather(x, 0, sides.far)
+        product = torch.relu(A @ up) @ down
+        out: torch.Tensor = cpu_async_tp_work.reduce_scatter(product, "sum", 0, sides.far)
+        return out
+
+    torch.manual_seed(dist.get_rank())
+    operands = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 16)
+    with sides.apart(), async_tp.enable(), torch.no_grad():
+        _, found, code = cpu_async_tp_work.compiled_by_pass(halves, sides.far, *operands)
+        fault = _differ([found], [halves(*operands)])
+    for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        faults += [] if op in code else [f"the pass has not made a {op}"]
+    return faults + ([] if fault is None else [f"async TP: {fault}"])
 
 
 def sharded(hosts: str) -> list[str]:

@@ -33,6 +33,13 @@ def test_messages_that_are_asked_for_once(
     assert ranks.run(work.by_messages, what, hosts) == [[]] * 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_compiled_calls(ranks: RankPool, is_asked: bool) -> None:
+    found = ranks.run(*((work.by_messages,) if is_asked else ()), work.compiled, "abb")
+    assert found == [[]] * 3
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
