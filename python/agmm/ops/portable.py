@@ -61,9 +61,9 @@ def shares_no_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     on several hosts, or their GPUs have no peer access. Collective at first use."""
     if hosts.spans(group):
         return True
-    if device.type != "cuda" or group.size() == 1 or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or group.size() == 1:
         return False
-    return cuda_hosts.why_apart(group, device) is not None
+    return cuda_hosts.why_apart(group, device) not in (None, cuda_hosts.CAPTURED)
 
 
 def why_not(call: OpCall[Any]) -> str | None:
