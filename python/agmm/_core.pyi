@@ -1192,7 +1192,7 @@ def stream_id(stream: int) -> int:
     The id of a stream. After the stream is destroyed another one may get its handle, but not its id.
     """
 
-def streaming_splits(n: int, k: int) -> int:
+def streaming_splits(n: int, k: int, element_bits: int = 16) -> int:
     """
     The splits of K that a streaming kernel has for a B of this size, whatever M is.
     """

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scaled_gpu_work import E4M3, by_torch, operands
 
 import agmm
 from agmm import _core
-from agmm.ops import async_input_mm
+from agmm.ops import async_input_mm, async_input_scaled_mm
 from agmm.planning import call_plans, legality
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
@@ -125,6 +126,47 @@ def test_the_bits_of_a_row_are_its_own(n: int, k: int, column_major: bool) -> No
                         )[0]
                 label = f"{kernel.kernel}, rows {begin} to {begin + m}"
                 assert torch.equal(out, wanted[begin : begin + m]), label
+
+
+FP8 = [
+    (accumulation, kernel)
+    for accumulation in _core.Accumulation.__members__
+    for kernel in kernels_of(ALL_GATHER_MATMUL, f"float8_e4m3fn_float8_e4m3fn {accumulation}")
+    if kernel.is_streaming
+]
+
+
+@pytest.mark.parametrize("accumulation", list(_core.Accumulation.__members__))
+def test_the_bits_of_a_row_of_fp8_are_its_own(accumulation: str) -> None:
+    """They are with every tile, every kind of scales and all splits of K."""
+    kernels = [kernel for name, kernel in FP8 if name == accumulation]
+    if not kernels:
+        pytest.skip("the build has no such kernel")
+    scaling = {"block": "block", "block_1x128": "block 1x128"}.get(accumulation, "rowwise")
+    fast_accum = accumulation == "fast"
+    for n, k in ((264, 528), (1000, 1168), (3584, 4096)):
+        given = operands(scaling, 130, n, k, (E4M3, E4M3), n)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        for splits in {1, 3, _core.streaming_splits(n, k, 8)}:
+            wanted = None
+            for kernel in kernels:
+                config = replace(kernel, splits=splits)
+                for m in reversed(ROWS):
+                    for begin in {0, 130 - m}:
+                        rows = given.rows(slice(begin, begin + m))
+                        poison_freed_memory(m, n)
+                        out = async_input_scaled_mm.on_cuda(
+                            rows, None, 0, bias=bias, fast_accum=fast_accum, config=config
+                        )
+                        if wanted is None:
+                            wanted = out
+                            reference = given.product(bias)
+                            allowed = allowed_error(
+                                relative_error(by_torch(given, fast_accum, bias), reference)
+                            )
+                            assert relative_error(out, reference) <= allowed, config.name
+                        label = f"{config.name}, rows {begin} to {begin + m} of {n} x {k}"
+                        assert torch.equal(out, wanted[begin : begin + m]), label
 
 
 @of_kernels

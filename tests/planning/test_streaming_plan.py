@@ -32,6 +32,9 @@ WEIGHTS = [
 SMS = 132
 
 
+FP8 = tuple(f"float8_e4m3fn_float8_e4m3fn {one}" for one in ("fast", "slow", "block"))
+
+
 def choose(problem: Problem) -> tuple[KernelConfig, float]:
     choice = Planner(lambda op, name: KERNELS).choose(problem, fused=True)
     assert choice.plan.kernel is not None and choice.predicted_us is not None
@@ -121,6 +124,34 @@ def test_few_rows_stream(gpu: str, n: int, k: int) -> None:
         c = cost_model.constants(gpu)
         read_us = 2e-3 * n * k / c.streaming_gb_per_s
         assert read_us + c.launch_us < us < 1.05 * read_us + c.launch_us + 4
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("gpu", cost_model.known_gpus())
+def test_few_rows_of_fp8_stream(gpu: str, name: str) -> None:
+    """Reading takes half the time, and splits are those of a weight of half the bytes."""
+    kernels = cost_model.default_kernels(name=name)
+    assert sum(kernel.is_streaming for kernel in kernels) == 2
+    planner = Planner(lambda op, format_name: cost_model.default_kernels(name=format_name))
+    c = cost_model.constants(gpu)
+    for m, n, k in ((1, 8192, 8192), (8, 28672, 4096), (32, 8192, 7168)):
+        choice = planner.choose(Problem(m, n, k, gpu=gpu, format=name), fused=True)
+        kernel, us = choice.plan.kernel, choice.predicted_us
+        assert kernel is not None and us is not None
+        assert kernel.is_streaming and kernel.tile_m >= m
+        assert kernel.splits == _core.streaming_splits(n, k, 8)
+        read_us = 1e-3 * n * k / c.streaming_gb_per_s
+        assert read_us + c.launch_us < us < 1.05 * read_us + c.launch_us + 4
+    choice = planner.choose(Problem(4096, 8192, 8192, gpu=gpu, format=name), fused=True)
+    assert choice.plan.kernel is not None and not choice.plan.kernel.is_streaming
+
+
+def test_splits_grow_no_faster_than_bytes() -> None:
+    """Adding up costs the same whatever the elements are."""
+    for n, k in WEIGHTS:
+        splits = [_core.streaming_splits(n, k, bits) for bits in (4, 8, 16)]
+        assert splits == sorted(splits)
+        assert splits[2] == _core.streaming_splits(n, k)
 
 
 def test_many_rows_do_not() -> None:

@@ -76,7 +76,7 @@ class Entry:
         schedule = (config.schedule, config.swapped)
         if config.is_streaming:  # whose template is another
             return {
-                ("dtypes", schedule, self.dtype),
+                ("dtypes", schedule, self.dtype, self.accumulation),
                 ("layout", schedule, self.layout),
                 ("CTAs that share A", config.cluster_n > 1),
                 ("several MMAs", config.tile_n > 64),
@@ -298,7 +298,7 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         (STREAMING | {"timed": True}, "schedule: found 'streaming', wanted another where the row"),
         (
             STREAMING | {"formats": ["e4m3"], "b_layouts": ["column"]},
-            "formats: .*, wanted those of 16",
+            "cluster: found '1x2', wanted 1x1 with fp8 and streaming",
         ),
         (GROUPED | {"swapped": False}, "swapped: found False, wanted true with grouped_matmul"),
         (GROUPED | {"cluster": "2x1"}, "cluster: found '2x1', wanted 1x1 or 1x2 with grouped_"),

@@ -17,28 +17,30 @@
 namespace agmm {
 
 template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule, Epilogue kEpilogue = Epilogue::Bias>
+          int ClusterN, Schedule kSchedule, Accumulation kAccumulation = Accumulation::Fast,
+          Epilogue kEpilogue = Epilogue::Bias>
 struct StreamingInstance {
-  using Element = typename TypesOf<Element_>::A;
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
-  using Kernel = StreamingKernel<Element, kBLayout, TileM, TileN, ClusterN, kEpilogue>;
+  using Kernel =
+      StreamingKernel<Element_, kBLayout, TileM, TileN, ClusterN, kAccumulation, kEpilogue>;
+  using Element = typename Kernel::Element;
   using Params = typename Kernel::Params;
   static_assert(kSchedule == Schedule::Streaming && TileK == kStreamedK && ClusterM == 1);
   static_assert(alignof(Params) <= kParamsAlignment);
   static constexpr KernelFacts kFacts =
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule}, kDType<Element_>, kBLayout,
-               Accumulation::Fast, kEpilogue);
+               kAccumulation, kEpilogue);
 
   /// The descriptor of boxes of a matrix whose rows are `row_elements` apart. Returns whether the
   /// driver takes it.
   static bool describe(CUtensorMap& map, void const* matrix, int32_t rows, int32_t columns,
                        int64_t row_elements, int32_t box_rows, CUtensorMapL2promotion promotion) {
-    static_assert(sizeof(Element) == 2);
-    constexpr auto kType = kDType<Element_> == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    constexpr auto kType = Kernel::Types::kIsFp8                 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                           : kDType<Element_> == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     cuuint64_t const shape[] = {cuuint64_t(columns), cuuint64_t(rows)};
-    cuuint64_t const row_bytes[] = {cuuint64_t(row_elements) * sizeof(Element)};
+    cuuint64_t const row_bytes[] = {cuuint64_t(row_elements) * sizeof(typename Kernel::ElementA)};
     cuuint32_t const box[] = {cuuint32_t(Kernel::kSlabColumns), cuuint32_t(box_rows)};
     cuuint32_t const steps[] = {1, 1};
     return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
@@ -68,6 +70,15 @@ struct StreamingInstance {
                     is_last_local ? local_rows : p.m, p.k, p.k, last_rows, kUsual);
   }
 
+  static BlockScaleArgs block_scales(AsyncInputArgs const& mm, Range const& local_rows) {
+    Scales const& scales = mm.operands.scales;
+    return {scales.a,          scales.a_local,
+            local_rows,        scales.a_out,
+            scales.b,          scales.b_k_stride,
+            scales.b_n_stride, mm.problem.m,
+            mm.problem.n,      ceil_div(mm.problem.k, kStreamedK)};
+  }
+
   static char const* prepare(CallSpec const& call, void* params_memory) {
     AsyncInputArgs const& mm = call.matmul;
     Problem const& p = mm.problem;
@@ -86,6 +97,7 @@ struct StreamingInstance {
     params.out = static_cast<Element*>(operands.out);
     params.epilogue =
         epilogue_args<kEpilogue, Element>(operands.bias, operands.scales, params.local_rows);
+    if constexpr (Kernel::kScalesBlocks) params.block_scales = block_scales(mm, params.local_rows);
     params.m = p.m;
     params.n = p.n;
     params.k_tiles = ceil_div(p.k, kStreamedK);

@@ -10,16 +10,18 @@
 // whose CTAs send each other their sums.
 //
 // The ring. Stage i of kStages has `full` (2 arrivals: of warps 4 and 5, each of which expects the
-// bytes that it loads, and A's bytes, from all CTAs that share them) and `empty` (4 arrivals, one
-// of each warp that multiplies, in each CTA that shares the loads of A). All warps go through the
-// same tiles and k tiles, so each counts the uses of a stage for itself, and use u of it is phase u
-// of both barriers.
+// bytes that it loads, and A's bytes, from all CTAs that share them; with scales of blocks 32 more,
+// of warp 5's lanes, which copy them) and `empty` (4 arrivals, one of each warp that multiplies, in
+// each CTA that shares the loads of A). All warps go through the same tiles and k tiles, so each
+// counts the uses of a stage for itself, and use u of it is phase u of both barriers.
 //   1. Warps 4 and 5 write to a stage for use u behind phase u - 1 of `empty`: all that read use
 //      u - 1 have, in all CTAs to which warp 5 sends. Phase u of `full` has not ended then in any
 //      of them, since each wants an arrival of its own warp 5, which comes behind the same wait. So
 //      bytes that another CTA sends early are counted in their phase, though its barrier may not
 //      have been told to expect them yet.
-//   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage.
+//   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage,
+//   and
+//      when its lanes have read the scales.
 //   3. Warp 5 ends behind the last phases of `empty`: then all of A has landed, here and in the
 //   CTAs
 //      to which it was sent, and no other CTA will arrive at a barrier of this one's ring. It is
@@ -32,8 +34,9 @@
 // written. The last tile's have nobody who waits for them, and no CTA arrives for them: so none
 // arrives at one that may have ended. What is sent to a CTA before is what it waits for itself.
 //
-// Bits. The sum of a row goes through K in steps of 16 within a split, then through the splits. No
-// step depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
+// Bits. The sum of a row goes through K in steps of 16 within a split (fp8: 32; where sums are
+// promoted each stage is summed anew and added, times its scales), then through the splits. No step
+// depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
 // B alone (streaming_splits).
 //
 // Programmatic launch (kernel_instance.cuh has the invariant: griddepcontrol.wait stands before the
@@ -64,7 +67,9 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/streaming_scales.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/streaming.hpp"
 #include "sync/bulk_copy.hpp"
@@ -84,12 +89,22 @@ CUTLASS_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+/// What stands in place of BlockScaleArgs where there are none.
+struct NoBlockScales {};
+
 /// kTileM rows and kTileN columns of out are a CTA's tile.
 template <class Element_, BLayout kBLayout, int kTileM, int kTileN, int kClusterN,
-          Epilogue kEpilogue>
+          Accumulation kAccumulation, Epilogue kEpilogue>
 struct StreamingKernel {
-  using Element = Element_;
-  using Policy = EpiloguePolicy<kEpilogue, Element, false>;
+  using Types = TypesOf<Element_>;
+  using ElementA = typename Types::A;
+  using ElementB = typename Types::B;
+  using Element = typename Types::Out;
+  static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static constexpr bool kPromotes = kAccumulation != Accumulation::Fast;
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static constexpr bool kScalesColumns = kAccumulation == Accumulation::Block1x128;
+  using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
   static constexpr int kThreads = 192;
   static constexpr int kWeightWarp = 4;  // the next one is A's
   static constexpr int kMultiplyingWarps = 4;
@@ -97,7 +112,7 @@ struct StreamingKernel {
 
   /// A slab is the box of a TMA load: 128 bytes of K wide (where B is row-major: of columns).
   static constexpr int kRowBytes = 128;
-  static constexpr int kSlabColumns = kRowBytes / int(sizeof(Element));
+  static constexpr int kSlabColumns = kRowBytes / int(sizeof(ElementA));
   static constexpr int kSlabs = kStreamedK / kSlabColumns;
   static constexpr int kAtoms = kTileN / kStreamedColumns;
   static constexpr int kAtomBytes = kStreamedColumns * kRowBytes;  // of one slab
@@ -111,15 +126,19 @@ struct StreamingKernel {
   static constexpr int kSumPitch = kTileN + 4;
   static constexpr int kSumFloats = (kTileM + kMaxSplits - 1) * kSumPitch;  // of all splits' rows
   static constexpr int kOtherBytes = 320;  // barriers of 16 stages, and the like
-  static constexpr int kStages = min_of(
-      (kSharedBytes - kSumFloats * int(sizeof(float)) - kOtherBytes) / (kWeightBytes + kBytesOfA),
-      16);
+  using HeldScales = StageScales<kTileM, kTileN, kScalesColumns>;
+  static constexpr int kScaleStageBytes = kScalesBlocks ? int(sizeof(HeldScales)) : 0;
+  static constexpr int kStages =
+      min_of((kSharedBytes - kSumFloats * int(sizeof(float)) - kOtherBytes) /
+                 (kWeightBytes + kBytesOfA + kScaleStageBytes),
+             16);
   static_assert(kStages >= 3);
 
   struct Shared {
     alignas(1024) uint8_t weight[kStages][kWeightBytes];
     alignas(1024) uint8_t a[kStages][kBytesOfA];
     alignas(16) float sums[kSumFloats];
+    alignas(16) HeldScales scales[kScalesBlocks ? kStages : 1];
     uint64_t full[kStages];
     uint64_t empty[kStages];
     uint64_t sums_full;
@@ -139,6 +158,7 @@ struct StreamingKernel {
     Release release{};
     Element* out = nullptr;
     typename Policy::Args epilogue{};
+    std::conditional_t<kScalesBlocks, BlockScaleArgs, NoBlockScales> block_scales{};
     int32_t m = 0;
     int32_t n = 0;
     int32_t k_tiles = 0;  // of kStreamedK columns of A
@@ -215,9 +235,13 @@ struct StreamingKernel {
     }
   };
 
+  /// The arrivals that fill a stage: two warps', and with scales of blocks those of the lanes that
+  /// copy them.
+  static constexpr int kArrivals = 2 + (kScalesBlocks ? cutlass::NumThreadsPerWarp : 0);
+
   CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.full[i], kArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
     }
     mbarrier_init(&shared.sums_full, kMultiplyingWarps * params.splits.divisor);
@@ -308,7 +332,8 @@ struct StreamingKernel {
     await_barriers(params);
     Stage stage;
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-      Range const rows = Tile(params, place, block).rows;
+      Tile const tile(params, place, block);
+      Range const rows = tile.rows;
       bool const is_local = params.local_rows.contains(rows);
       CUtensorMap const* const descriptor = rows.size() < kTileM ? &params.last_rows
                                             : is_local           ? &params.a_local
@@ -320,9 +345,15 @@ struct StreamingKernel {
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
         while (k >= gate.k_end()) gate.look(true);
         __syncwarp();
-        if (!issues) continue;
         uint64_t* const full = &shared.full[stage.index];
-        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        if constexpr (kScalesBlocks) {
+          mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+          shared.scales[stage.index].load(params.block_scales, rows, tile.column, k, full);
+          if (!issues) continue;
+        } else {
+          if (!issues) continue;
+          mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        }
         mbarrier_arrive_expecting(full, uint32_t(rows.size()) * kRowBytes * kSlabs);
         uint8_t* const to = shared.a[stage.index];
         int32_t const depth = k * kStreamedK;
@@ -361,12 +392,13 @@ struct StreamingKernel {
     }
   }
 
+  /// Adds the products of a stage to `sums`, or begins them anew where they are promoted.
   CUTLASS_DEVICE static void multiply_stage(Shared const& shared, int32_t stage, Sums& sums) {
     using cute::GMMA::Major;
     constexpr bool kIsColumnMajor = kBLayout == BLayout::ColumnMajor;
-    using Mma = Wgmma<Element, Element, kTileM, kIsColumnMajor ? Major::K : Major::MN, Major::K>;
+    using Mma = Wgmma<ElementB, ElementA, kTileM, kIsColumnMajor ? Major::K : Major::MN, Major::K>;
     constexpr int kSteps = kSlabColumns / Mma::kDepth;
-    constexpr int kStepBytes = Mma::kDepth * int(sizeof(Element));
+    constexpr int kStepBytes = Mma::kDepth * int(sizeof(ElementA));
     // A slab of row-major B has 64 rows of K, of 64 columns each.
     constexpr int kStepBytesOfB = kIsColumnMajor ? kStepBytes : Mma::kDepth * kRowBytes;
     fence(sums);
@@ -381,13 +413,41 @@ struct StreamingKernel {
         for (int atom = 0; atom < kAtoms; ++atom) {
           uint64_t const b = wgmma_descriptor(
               shared.weight[stage] + (slab * kAtoms + atom) * kAtomBytes + step * kStepBytesOfB);
-          Mma::fma(sums[atom], b, a, 1);
+          Mma::fma(sums[atom], b, a, kPromotes && slab == 0 && step == 0 ? 0 : 1);
         }
       }
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     fence(sums);
+  }
+
+  /// Multiplies a stage and adds its products to `sums`: by `part`, times the scales of blocks
+  /// where there are any, if sums are promoted.
+  CUTLASS_DEVICE static void add_stage(Shared const& shared, int32_t stage, Sums& sums,
+                                       Sums& part) {
+    if constexpr (!kPromotes) {
+      multiply_stage(shared, stage, sums);
+    } else {
+      multiply_stage(shared, stage, part);
+      if constexpr (kScalesBlocks) {
+        StageFactors<kTileM, kTileN, kScalesColumns> const factors(shared.scales[stage]);
+        __syncwarp();  // one lane gives the stage back for all
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kTileM / 2; ++i) {
+            sums[atom][i] = factors.times(sums[atom][i], part[atom][i], atom, i);
+          }
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kTileM / 2; ++i) sums[atom][i] += part[atom][i];
+        }
+      }
+    }
   }
 
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
@@ -399,10 +459,11 @@ struct StreamingKernel {
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
       Tile const tile(params, place, block);
       Sums sums{};
+      [[maybe_unused]] Sums part{};
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
         mbarrier_wait(&shared.full[stage.index], stage.phase);
-        multiply_stage(shared, stage.index, sums);
+        add_stage(shared, stage.index, sums, part);
         give_back(shared, place, stage.index);
       }
       if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
@@ -498,8 +559,12 @@ struct StreamingKernel {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
       }
-      auto const stored =
-          Policy::apply(params.epilogue, Policy::row(params.epilogue, row), column, sum);
+      auto const of_row = Policy::row(params.epilogue, row);
+      if constexpr (Policy::kScaled) {
+        RowScaleArgs const& scales = params.epilogue.row_scales;
+        if (scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
+      }
+      auto const stored = Policy::apply(params.epilogue, of_row, column, sum);
       constexpr int kColumnsPerOut = Policy::kColumnsPerOut;
       Element* const to =
           params.out + int64_t(row) * (params.n / kColumnsPerOut) + column / kColumnsPerOut;
