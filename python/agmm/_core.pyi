@@ -36,6 +36,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
+    "MAX_STREAMED_WEIGHTS",
     "MAX_STREAMING_CLUSTER",
     "MOST_EXPERTS",
     "MatmulProblem",
@@ -469,9 +470,10 @@ class MatmulProblem:
         sm_count: int = 0,
         activation: str = "",
         up_leading: int = 0,
+        more: list[tuple[int, int, int, int]] = ...,
     ) -> None:
         """
-        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b.
+        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b. more: the columns, the leading dimension and the strides of block scales of each weight beside the first, which a streaming kernel multiplies in the same launch.
         """
     def __repr__(self) -> str: ...
 
@@ -941,7 +943,7 @@ def async_input_mm(
     split_scratch: int = 0,
 ) -> None:
     """
-    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up and its bias too; 0 where there is none.
+    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up and its bias too, of more weights b, scale_b, bias and out of each; 0 where there is none.
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
@@ -1266,6 +1268,7 @@ MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
+MAX_STREAMED_WEIGHTS: int
 MAX_STREAMING_CLUSTER: int
 MOST_EXPERTS: int
 QUANTIZE_BLOCK: int

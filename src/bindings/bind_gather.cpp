@@ -40,6 +40,9 @@ using SizeTuple = std::tuple<int, int, int>;
 // The tuple holds the chunks of rows, the chunks of columns and the chunk computed first.
 using ChunksTuple = std::tuple<int, int, int>;
 
+// The tuple holds a weight's columns and leading dimension, and the strides of its block scales.
+using MoreTuple = std::tuple<int, int64_t, int, int>;
+
 // The tuple holds the kind of transport and, for SM push, the parts, the columns of a chunk, the
 // first peers and the head chunks.
 using TransportTuple = std::tuple<int, int, int, int, int>;
@@ -55,7 +58,8 @@ struct MatmulProblem {
 
   MatmulProblem(const SizeTuple& size, const BTuple& b, const Format& format,
                 const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count,
-                const std::string& activation, int64_t up_leading) {
+                const std::string& activation, int64_t up_leading,
+                const std::vector<MoreTuple>& more) {
     const auto& [m, n, k] = size;
     const auto& [chunks_m, chunks_k, pivot] = chunks;
     const NamedEpilogue named(activation);
@@ -71,6 +75,24 @@ struct MatmulProblem {
     args.config = config;
     args.operands.ldb = b.second;
     args.operands.scales = format.scale_layout();
+    if (more.size() >= std::size_t(agmm::kMostStreamedWeights)) {
+      throw std::invalid_argument("more: found " + std::to_string(more.size()) +
+                                  " weights, wanted at most " +
+                                  std::to_string(agmm::kMostStreamedWeights - 1));
+    }
+    for (const auto& [columns, leading, k_stride, n_stride] : more) {
+      agmm::MoreWeight& weight = args.operands.more[args.operands.more_count++];
+      weight.n = columns;
+      weight.ldb = leading;
+      weight.scale_k_stride = k_stride;
+      weight.scale_n_stride = n_stride;
+      if (columns < 0 || args.problem.n > agmm::kMaxSize - columns) {
+        throw std::invalid_argument("more: found N=" + std::to_string(columns) +
+                                    ", wanted all N together at most " +
+                                    std::to_string(agmm::kMaxSize));
+      }
+      args.problem.n += columns;
+    }
     args.arrival = {nullptr, 1, chunks_m, chunks_k, pivot, {}};
     args.arrival.senders.chunks_per_rank = 0;
     args.rank = rank;
@@ -88,7 +110,8 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
                     uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
   AsyncInputArgs args = problem.args;
   const bool is_gated = args.problem.epilogue == agmm::Epilogue::Gate;
-  Addresses at(addresses, is_gated ? 9 : 7);
+  const std::size_t of_more = 4 * std::size_t(args.operands.more_count);
+  Addresses at(addresses, (is_gated ? 9 : 7) + of_more);
   args.operands.a = at.next<void>();
   args.operands.b = at.next<void>();
   args.operands.scales.a = at.next<float>();
@@ -99,6 +122,13 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
   if (is_gated) {
     args.operands.b_up = at.next<void>();
     args.operands.bias_up = at.next<void>();
+  }
+  for (int i = 0; i < args.operands.more_count; ++i) {
+    agmm::MoreWeight& weight = args.operands.more[i];
+    weight.b = at.next<void>();
+    weight.scales = at.next<float>();
+    weight.bias = at.next<void>();
+    weight.out = at.next<void>();
   }
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
@@ -207,22 +237,29 @@ void bind_gather(py::module_& m) {
   py::class_<MatmulProblem>(m, "MatmulProblem",
                             "A matmul without its tensors, made once for calls of one kind.")
       .def(py::init<const SizeTuple&, const BTuple&, const Format&, const KernelConfig&,
-                    const ChunksTuple&, int, int, const std::string&, int64_t>(),
+                    const ChunksTuple&, int, int, const std::string&, int64_t,
+                    const std::vector<MoreTuple>&>(),
            py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
            py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
            py::arg("activation") = "", py::arg("up_leading") = 0,
+           py::arg("more") = std::vector<MoreTuple>(),
            "size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how "
            "many chunks of A's rows and of its columns signals announce, and which is computed "
            "first. rank: the rank that the message of a wait that passes its limit names. "
            "sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "
            "\"silu\" or, of two weights of N columns each, gate and up, \"silu_mul\"; empty: "
-           "nothing. up_leading: the leading dimension of up, in the layout of b.")
+           "nothing. up_leading: the leading dimension of up, in the layout of b. more: the "
+           "columns, "
+           "the leading dimension and the strides of block scales of each weight beside the first, "
+           "which a streaming kernel multiplies in the same launch.")
       .def("__repr__", &MatmulProblem::str);
+  m.attr("MAX_STREAMED_WEIGHTS") = agmm::kMostStreamedWeights;
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
-        "out and signals, of a gate those of up and its bias too; 0 where there is none.");
+        "out and signals, of a gate those of up and its bias too, of more weights b, scale_b, bias "
+        "and out of each; 0 where there is none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(

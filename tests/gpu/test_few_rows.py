@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import epilogue_work as work
 import pytest
 import torch
 from scaled_gpu_work import E4M3, by_torch, operands
@@ -14,6 +15,7 @@ from agmm.ops import async_input_mm, async_input_scaled_mm
 from agmm.planning import call_plans, legality
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.runtime.epilogues import Epilogue
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = [kernel for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16") if kernel.is_streaming]
@@ -126,6 +128,60 @@ def test_the_bits_of_a_row_are_its_own(n: int, k: int, column_major: bool) -> No
                         )[0]
                 label = f"{kernel.kernel}, rows {begin} to {begin + m}"
                 assert torch.equal(out, wanted[begin : begin + m]), label
+
+
+@of_kernels
+@of_layouts
+def test_several_weights_in_one_launch(kernel: KernelConfig, column_major: bool) -> None:
+    """Each product has the bits of a launch of its own with the same splits."""
+    skip_unless_built(kernel, torch.bfloat16, column_major=column_major)
+    for k, sizes in ((136, (72, 8)), (1032, (264, 72, 8, 520)), (4096, (4096, 1024, 1024))):
+        bs = [weight(n, k, torch.bfloat16, column_major=column_major) for n in sizes]
+        biases = [None, *(randn(n) for n in sizes[1:])]
+        most = _core.MAX_STREAMING_CLUSTER // kernel.cluster_n
+        for splits in {1, min(most, -(-k // kernel.tile_k))}:
+            config = replace(kernel, splits=splits)
+            for m in (1, 8, 33, 130):
+                for sm_count in (0, 16):
+                    a = randn(m, k)
+                    poison_freed_memory(m, sum(sizes))
+                    outs = async_input_mm.list_on_cuda(
+                        a, bs, None, 0, config=config, biases=biases, sm_count=sm_count
+                    )
+                    for b, bias, out in zip(bs, biases, outs, strict=True):
+                        one = async_input_mm.on_cuda(a, b, None, 0, bias=bias, config=config)
+                        label = f"{m}x{b.shape[1]}x{k} {config.name} of {sizes}, {sm_count} CTAs"
+                        assert torch.equal(out, one), label
+
+
+@pytest.mark.parametrize("name", ["silu", "silu_mul", "gelu", "gelu_tanh_mul"])
+@of_layouts
+@of_dtypes
+def test_activations(name: str, column_major: bool, dtype: torch.dtype) -> None:
+    """`test_epilogues` has every kernel with one split of K."""
+    epilogue = Epilogue(name)
+    form, layout = str(dtype).removeprefix("torch."), "column" if column_major else "row"
+    built = kernels_of(ALL_GATHER_MATMUL, form, epilogue.kernel, layout)
+    kernels = [kernel for kernel in built if kernel.is_streaming]
+    if not kernels:
+        pytest.skip("the build has no such kernel")
+    for n, k in ((264, 1032), (1000, 520), (3584, 4096)):
+        bs, biases = work.weights(name, n, k, dtype, column_major=column_major, seed=n)
+        a = randn(130, k, dtype=dtype)
+        for splits in {2, _core.streaming_splits(len(bs) * n, k)}:
+            wanted = None
+            for kernel in kernels:
+                config = replace(kernel, splits=splits)
+                for m in (130, 65, 33, 8, 1):
+                    rows = a[:m].clone()
+                    poison_freed_memory(m, n)
+                    out = async_input_mm.activated_on_cuda(
+                        rows, bs, None, 0, epilogue, config=config, biases=biases
+                    )
+                    label = f"{name} {m}x{n}x{k} {config.name}"
+                    assert work.fault(label, name, out, (rows, bs, biases)) == []
+                    wanted = out if wanted is None else wanted
+                    assert torch.equal(out, wanted[:m]), label
 
 
 FP8 = [

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from agmm import _core
+from agmm.ops import one_launch
 from agmm.planning import cost_model, heuristics, kernel_table, legality
 from agmm.planning.cost_model import At, Tiling
 from agmm.planning.planner import Planner
@@ -152,6 +153,20 @@ def test_splits_grow_no_faster_than_bytes() -> None:
         splits = [_core.streaming_splits(n, k, bits) for bits in (4, 8, 16)]
         assert splits == sorted(splits)
         assert splits[2] == _core.streaming_splits(n, k)
+
+
+def test_several_weights_are_one_launch() -> None:
+    """They are with few rows, and of one kind, with the splits of all columns together."""
+    planner = Planner(lambda op, name: KERNELS)
+    few, many = ([Problem(m, n, 4096) for n in (4096, 1024, 1024)] for m in (8, 4096))
+    plan = one_launch.plan_of(few, planner)
+    assert plan is not None and plan.kernel is not None
+    assert plan.kernel.splits == _core.streaming_splits(6144, 4096)
+    assert plan == planner.fused_plan(Problem(8, 6144, 4096))
+    assert one_launch.plan_of(many, planner) is None
+    assert one_launch.plan_of(few[:1], planner) is None
+    layouts = [few[0], replace(few[1], b_layout="row")]
+    assert one_launch.plan_of(layouts, planner) is None
 
 
 def test_many_rows_do_not() -> None:

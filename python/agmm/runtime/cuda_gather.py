@@ -25,6 +25,7 @@ from agmm.runtime.cuda_calls import (
     up_leading,
     up_pointers,
 )
+from agmm.runtime.cuda_lists import ReadyMatmuls, ready_matmuls, share_a_launch
 from agmm.runtime.results import reshaped
 from agmm.runtime.streams import stream_of
 from agmm.runtime.symmetric import enqueue
@@ -63,6 +64,8 @@ class ReadyGather(NamedTuple):
     """The matmul of each weight where there is one rank, which has nothing to gather."""
     is_gated: bool = False
     """Whether one kernel multiplies both weights, of which one result comes."""
+    together: ReadyMatmuls | None = None
+    """The matmul of all weights where there is one rank, and one launch serves them."""
 
     def __call__(
         self,
@@ -93,7 +96,7 @@ class ReadyGather(NamedTuple):
             InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
         """
         workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone, gated = (
-            self
+            self[:10]
         )
         up: Up | None = None
         if gated:
@@ -156,11 +159,15 @@ class ReadyGather(NamedTuple):
         up: Up | None,
     ) -> Gathered:
         rows = A_shard.view(self.shard_shape)
-        outs = []
-        of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
-        for w, matmul, B, bias, scale_b in of_each:
-            out = matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b, up=up)
-            outs.append(reshaped(out, w.out_shape))
+        if self.together is not None:
+            found = self.together(rows, Bs, None, biases, scale_a, scale_bs)
+        else:
+            of_each = zip(self.alone, Bs, biases, scale_bs, strict=True)
+            found = [
+                matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b, up=up)
+                for matmul, B, bias, scale_b in of_each
+            ]
+        outs = [reshaped(out, w.out_shape) for w, out in zip(self.weights, found, strict=True)]
         if self.gathered_shape is None:
             return None, None, outs
         if scale_a is not None:
@@ -215,8 +222,11 @@ def ready_gather(
     scales = kernels[0].format.scales
     scale_columns = 0 if scales is None else scales.a_columns
     alone: tuple[ReadyMatmul, ...] = ()
+    together: ReadyMatmuls | None = None
     if workspace.world_size == 1:
         matrix = A_shard.view(rows, k)
+        if share_a_launch(Bs, kernels):
+            together = ready_matmuls(matrix, Bs, None, 0, kernels)
         pairs = zip(Bs, kernels, strict=True)
         alone = tuple(ready_matmul(matrix, B, None, 0, kernel, up=up) for B, kernel in pairs)
     return ReadyGather(
@@ -230,4 +240,5 @@ def ready_gather(
         tuple(ready),
         alone,
         is_gated,
+        together,
     )

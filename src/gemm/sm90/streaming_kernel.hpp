@@ -89,12 +89,13 @@ CUTLASS_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// What stands in place of BlockScaleArgs where there are none.
-struct NoBlockScales {};
+/// What stands in place of parameters that a kernel has no use for.
+struct NoParams {};
 
-/// kTileM rows and kTileN columns of out are a CTA's tile.
+/// kTileM rows and kTileN columns of B are a CTA's tile; with a gate half of them are gate's, the
+/// others up's. kMostWeights: of so many weights a launch computes the products with A at most.
 template <class Element_, BLayout kBLayout, int kTileM, int kTileN, int kClusterN,
-          Accumulation kAccumulation, Epilogue kEpilogue>
+          Accumulation kAccumulation, Epilogue kEpilogue, int kMostWeights>
 struct StreamingKernel {
   using Types = TypesOf<Element_>;
   using ElementA = typename Types::A;
@@ -146,21 +147,33 @@ struct StreamingKernel {
     uint32_t seen;  // of ChunkGate
   };
   static_assert(sizeof(Shared) <= kSharedBytes);
-  static_assert(Policy::kColumnsPerOut == 1 && !Policy::kHasOwn, "nobody sets what it would read");
+  /// With a gate a tile has columns of two weights, of each as many.
+  static constexpr int kHalves = Policy::kColumnsPerOut;
+  static constexpr bool kIsGated = kHalves == 2;
+  static constexpr int kOutColumns = kTileN / kHalves;  // of a tile
+  static_assert(kOutColumns % kStreamedColumns == 0 && (!kIsGated || kClusterN == 1));
+
+  /// One of the weights, with what becomes of its products.
+  struct Weight {
+    CUtensorMap map;
+    std::conditional_t<kIsGated, CUtensorMap, NoParams> up;
+    typename Policy::Args epilogue{};
+    std::conditional_t<kScalesBlocks, BlockScaleArgs, NoParams> block_scales{};
+    Element* out = nullptr;
+    int32_t n = 0;            // the columns of out
+    int32_t first_block = 0;  // of its columns, in those of all weights
+  };
 
   struct Params {
-    CUtensorMap weight;
+    Weight weights[kMostWeights];
     CUtensorMap a;
     CUtensorMap a_local;
     CUtensorMap last_rows;  // of A or A_local, where tiles do not divide M
     ChunkArrival arrival{};
     Range local_rows{};  // these rows are read from A_local and need no signal
     Release release{};
-    Element* out = nullptr;
-    typename Policy::Args epilogue{};
-    std::conditional_t<kScalesBlocks, BlockScaleArgs, NoBlockScales> block_scales{};
+    int32_t weight_count = 1;
     int32_t m = 0;
-    int32_t n = 0;
     int32_t k_tiles = 0;  // of kStreamedK columns of A
     FastDiv splits{};
     FastDiv tiles_m{};
@@ -213,12 +226,19 @@ struct StreamingKernel {
 
   struct Tile {
     Range rows;
-    int32_t column;
+    int32_t weight = 0;
+    int32_t column;  // of the weight's part of out
 
     CUTLASS_DEVICE Tile(Params const& params, Place const& place, int32_t block) {
       int32_t const begin = params.tiles_m.remainder(block) * kTileM;
       rows = {begin, min_of(begin + kTileM, params.m)};
-      column = (params.tiles_m.divide(block) * kClusterN + place.beside) * kTileN;
+      int32_t of_columns = params.tiles_m.divide(block);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < kMostWeights; ++i) {
+        if (i < params.weight_count && of_columns >= params.weights[i].first_block) weight = i;
+      }
+      if constexpr (kMostWeights > 1) of_columns -= params.weights[weight].first_block;
+      column = (of_columns * kClusterN + place.beside) * kOutColumns;
     }
   };
 
@@ -277,7 +297,9 @@ struct StreamingKernel {
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
     bool const issues = lane_id() == 0;
     if (issues) {
-      prefetch_descriptor(&params.weight);
+      Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
+      prefetch_descriptor(&first.map);
+      if constexpr (kIsGated) prefetch_descriptor(&first.up);
       make_barriers(params, shared);
     }
     __syncwarp();
@@ -289,13 +311,14 @@ struct StreamingKernel {
       uint64_t const policy = evict_first_policy();
       Stage stage;
       for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-        int32_t const column = Tile(params, place, block).column;
+        Tile const tile(params, place, block);
+        Weight const& weight = params.weights[tile.weight];
         CUTLASS_PRAGMA_NO_UNROLL
         for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
           uint64_t* const full = &shared.full[stage.index];
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
           mbarrier_arrive_expecting(full, kWeightBytes);
-          load_stage_of_weight(params, shared.weight[stage.index], column, k, full, policy);
+          load_stage_of_weight(weight, shared.weight[stage.index], tile.column, k, full, policy);
         }
       }
     }
@@ -303,19 +326,25 @@ struct StreamingKernel {
     if (has_cluster(params)) cluster_wait();  // each phase of its barrier has a wait of all threads
   }
 
-  CUTLASS_DEVICE static void load_stage_of_weight(Params const& params, uint8_t* to, int32_t column,
+  CUTLASS_DEVICE static void load_stage_of_weight(Weight const& weight, uint8_t* to, int32_t column,
                                                   int32_t k, uint64_t* full, uint64_t policy) {
+    constexpr int kAtomsOfHalf = kAtoms / kHalves;
     CUTLASS_PRAGMA_UNROLL
     for (int slab = 0; slab < kSlabs; ++slab) {
       int32_t const depth = k * kStreamedK + slab * kSlabColumns;
-      uint8_t* const at = to + slab * kAtoms * kAtomBytes;
-      if constexpr (kBLayout == BLayout::ColumnMajor) {
-        tensor_load(at, &params.weight, depth, column, full, policy);
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int atom = 0; atom < kAtoms; ++atom) {
-          tensor_load(at + atom * kAtomBytes, &params.weight, column + atom * kStreamedColumns,
-                      depth, full, policy);
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) {
+        CUtensorMap const* map = &weight.map;
+        if constexpr (kIsGated) map = half == 0 ? &weight.map : &weight.up;
+        uint8_t* const at = to + (slab * kAtoms + half * kAtomsOfHalf) * kAtomBytes;
+        if constexpr (kBLayout == BLayout::ColumnMajor) {
+          tensor_load(at, map, depth, column, full, policy);
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int atom = 0; atom < kAtomsOfHalf; ++atom) {
+            tensor_load(at + atom * kAtomBytes, map, column + atom * kStreamedColumns, depth, full,
+                        policy);
+          }
         }
       }
     }
@@ -348,7 +377,8 @@ struct StreamingKernel {
         uint64_t* const full = &shared.full[stage.index];
         if constexpr (kScalesBlocks) {
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
-          shared.scales[stage.index].load(params.block_scales, rows, tile.column, k, full);
+          shared.scales[stage.index].load(params.weights[tile.weight].block_scales, rows,
+                                          tile.column, k, full);
           if (!issues) continue;
         } else {
           if (!issues) continue;
@@ -536,40 +566,77 @@ struct StreamingKernel {
     }
   }
 
+  /// The sum over the splits of neighbouring columns of a row.
+  CUTLASS_DEVICE static Floats<kAlignment> sum_of_splits(Params const& params, Shared const& shared,
+                                                         int32_t of_owner, int32_t column) {
+    Floats<kAlignment> sum;
+    sum.clear();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t split = 0; split < params.splits.divisor; ++split) {
+      float const* const from = shared.sums + sums_at(params, split, of_owner) + column;
+      auto const parts =
+          *reinterpret_cast<cutlass::AlignedArray<float, kAlignment, 16> const*>(from);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
+    }
+    return sum;
+  }
+
   /// Adds up this CTA's share of a tile and stores it.
   CUTLASS_DEVICE static void add_up(Params const& params, Shared const& shared, Place const& place,
                                     Tile const& tile) {
-    constexpr int kPieces = kTileN / kAlignment;  // of a row
+    constexpr int kPieces = kOutColumns / kAlignment;  // of a row
+    Weight const& weight = params.weights[tile.weight];
     int32_t const splits = params.splits.divisor;
     int32_t const rows = params.splits.divide(tile.rows.size() + splits - 1 - place.split);
     for (int32_t i = int32_t(threadIdx.x); i < rows * kPieces;
          i += kMultiplyingWarps * cutlass::NumThreadsPerWarp) {
       int32_t const of_owner = i / kPieces;
-      int32_t const column = tile.column + i % kPieces * kAlignment;
-      if (column >= params.n) continue;
+      int32_t const in_tile = i % kPieces * kAlignment;
+      int32_t const column = tile.column + in_tile;
+      if (column >= weight.n) continue;
       int32_t const row = tile.rows.begin + of_owner * splits + place.split;
-      Floats<kAlignment> sum;
-      sum.clear();
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t split = 0; split < splits; ++split) {
-        float const* const from =
-            shared.sums + sums_at(params, split, of_owner) + i % kPieces * kAlignment;
-        auto const parts =
-            *reinterpret_cast<cutlass::AlignedArray<float, kAlignment, 16> const*>(from);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
+      auto const sum = sum_of_splits(params, shared, of_owner, in_tile);
+      Element* const to = weight.out + int64_t(row) * weight.n + column;
+      auto& stored = *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to);
+      if constexpr (kIsGated) {
+        auto const up = sum_of_splits(params, shared, of_owner, kOutColumns + in_tile);
+        stored = gated(weight.epilogue, column, sum, up);
+      } else {
+        auto const of_row = Policy::row(weight.epilogue, row);
+        if constexpr (Policy::kScaled) {
+          RowScaleArgs const& scales = weight.epilogue.row_scales;
+          if (scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
+        }
+        stored = Policy::apply(weight.epilogue, of_row, column, sum);
       }
-      auto const of_row = Policy::row(params.epilogue, row);
-      if constexpr (Policy::kScaled) {
-        RowScaleArgs const& scales = params.epilogue.row_scales;
-        if (scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
-      }
-      auto const stored = Policy::apply(params.epilogue, of_row, column, sum);
-      constexpr int kColumnsPerOut = Policy::kColumnsPerOut;
-      Element* const to =
-          params.out + int64_t(row) * (params.n / kColumnsPerOut) + column / kColumnsPerOut;
-      *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment / kColumnsPerOut>*>(to) = stored;
     }
+  }
+
+  CUTLASS_DEVICE static Floats<kAlignment> with_bias(Floats<kAlignment> const& sums,
+                                                     Element const* bias, int32_t column) {
+    if (bias == nullptr) return sums;
+    auto const added =
+        *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment> const*>(bias + column);
+    Floats<kAlignment> found;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAlignment; ++i) found[i] = sums[i] + float(added[i]);
+    return found;
+  }
+
+  /// The columns of out that come of the sums of gate and up.
+  CUTLASS_DEVICE static auto gated(typename Policy::Args const& args, int32_t column,
+                                   Floats<kAlignment> gate, Floats<kAlignment> up) {
+    gate = with_bias(gate, args.bias, column);
+    up = with_bias(up, args.bias_up, column);
+    cutlass::AlignedArray<Element, kAlignment> out;
+    with_activation(args.activation, [&](auto function) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAlignment; ++i) {
+        out[i] = Element(Policy::Math::finish(gate[i], up[i], function));
+      }
+    });
+    return out;
   }
 };
 
