@@ -16,6 +16,7 @@
 #include "bindings/formats.hpp"
 #include "gemm/tile_times.hpp"
 #include "symmetric/layout.hpp"
+#include "testing/fault.hpp"
 
 namespace py = pybind11;
 
@@ -253,6 +254,7 @@ void bind_gather(py::module_& m) {
            "the leading dimension and the strides of block scales of each weight beside the first, "
            "which a streaming kernel multiplies in the same launch.")
       .def("__repr__", &MatmulProblem::str);
+  m.attr("STREAMING_VARIANTS") = agmm::kStreamingVariants;
   m.attr("MAX_STREAMED_WEIGHTS") = agmm::kMostStreamedWeights;
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,

@@ -23,7 +23,8 @@ AGMM_FIELDS(SmPushArgs::Place, rows, signals);
 AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_vectors, order,
             first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go);
 AGMM_FIELDS(ReportPlace, report, report_lock, late);
-AGMM_FIELDS(CallSpec, matmul, release, push, report_place, starts_early, weight_is_ahead);
+AGMM_FIELDS(CallSpec, matmul, release, push, report_place, starts_early, weight_is_ahead,
+            streaming_variant);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);

@@ -159,6 +159,7 @@ struct StreamingInstance {
     // Clusters that may not lie side by side wait for room, so none is left out.
     int32_t const at_once = clusters_at_once(mm.sm_count, params.cluster_ctas());
     params.clusters = streaming_clusters(params.blocks, max_of(1, at_once));
+    params.variant = call.streaming_variant;
     params.starts_early = call.starts_early;
     params.weight_is_ahead = call.weight_is_ahead;
     params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr;
@@ -166,10 +167,23 @@ struct StreamingInstance {
   }
   static constexpr char const* kRefused = "the driver refused a TMA descriptor";
 
+  /// The kernel of one of the build's variants.
+  template <int kVariant = 0>
+  static void const* of_variant(int32_t wanted) {
+    if constexpr (kVariant + 1 < kStreamingVariants) {
+      if (wanted != kVariant) return of_variant<kVariant + 1>(wanted);
+    }
+    return reinterpret_cast<void const*>(streaming_kernel < Kernel,
+                                         kStreamingVariants == 1 ? kUsualStreaming : kVariant >);
+  }
+
   static int setup() {
-    return cudaFuncSetAttribute(reinterpret_cast<void const*>(streaming_kernel<Kernel>),
-                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                int(sizeof(typename Kernel::Shared)));
+    int found = cudaSuccess;
+    for (int32_t i = 0; i < kStreamingVariants && found == cudaSuccess; ++i) {
+      found = cudaFuncSetAttribute(of_variant(i), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   int(sizeof(typename Kernel::Shared)));
+    }
+    return found;
   }
 
   static int launch(void* memory, void* stream) {
@@ -193,8 +207,7 @@ struct StreamingInstance {
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = attributes;
     config.numAttrs = count;
-    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(streaming_kernel<Kernel>),
-                               &memory);
+    return cudaLaunchKernelExC(&config, of_variant(params.variant), &memory);
   }
 
   static constexpr KernelVariant variant() { return {sizeof(Params), &prepare, &setup, &launch}; }

@@ -53,6 +53,29 @@
 // leaves (launch_dependents); a kernel that awaits signals never lets them, since what is to write
 // these may need the places.
 //
+// Start and end. Beside the reading of the weight 4.1 us were left of an H200's time, at any size.
+// In a cold L2 the code, 35 KB, comes from memory too, and a warp that comes to a
+// new line waits for it. So much is serial in the machine code (cuobjdump -sass) at the beginning:
+// 14 lines of the weight's warp, behind a jump over A's 19 KB, 2 barriers for each stage; and at
+// the end: 20 lines of the exchange of sums, which nobody has run before, and where K is split a
+// fence of the GPU (MEMBAR.ALL.GPU) ahead of each arrival. A test build has variants
+// (testing/fault.hpp) that try what may help, one by one and together:
+//   kWarmsEnd   The warps that multiply go through the exchange of sums before the first stage has
+//     come, with a tile that has no products and is not stored. It is one tile more in the count of
+//     phases of both sums' barriers, in all CTAs of a cluster alike: it arrives at `sums_empty`,
+//     since a tile follows, and reads nothing but what its CTAs have sent. A's scales that it reads
+//     may be those of an earlier call; nothing is done with them.
+//   kStartsLean The weight's warp comes first in the code, its lanes make the barriers together,
+//   A's
+//     descriptor is fetched ahead, and A has a loop without a gate where nothing is awaited.
+//   kSendsAsync Sums are sent by stores that complete their bytes at the owner's `sums_full`, at
+//   which
+//     its thread 0 alone arrives, expecting the bytes of all splits. Nobody sends those of a tile
+//     before all owners have read the last tile's (`sums_empty`), so they count in their own phase,
+//     though it may not have been told to expect them yet; and each owner awaits all that is sent
+//     to it, so no CTA ends before. An arrival at `sums_empty` releases nothing then: what follows
+//     it in the other CTAs is writes, to what this one has read.
+//
 // Shared memory has no conflicts of banks. TMA writes, and wgmma reads, in the pattern of 128-byte
 // swizzles, where the 16-byte pieces of 8 neighbouring rows lie in different banks. A warp writes
 // its sums to 4 rows of out, 2 rows apart, and 8 columns of each: with a pitch of 4 more floats
@@ -179,6 +202,7 @@ struct StreamingKernel {
     FastDiv tiles_m{};
     int32_t blocks = 0;    // of a cluster
     int32_t clusters = 0;  // of the launch
+    int32_t variant = 0;
     bool starts_early = false;
     bool weight_is_ahead = false;
     bool lets_next_start = false;
@@ -187,16 +211,24 @@ struct StreamingKernel {
     int32_t ctas() const { return clusters * cluster_ctas(); }
   };
 
+  /// kVariant: a sum of what the kernel does otherwise than usual.
+  template <int kVariant>
   CUTLASS_DEVICE static void run(Params const& params, char* memory) {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     Place const place(params);
     int const warp = cutlass::canonical_warp_idx_sync();
+    if constexpr ((kVariant & kStartsLean) != 0) {
+      if (__builtin_expect(warp == kWeightWarp, 1)) {
+        load_weight<kVariant>(params, shared, place);
+        return;
+      }
+    }
     if (warp < kMultiplyingWarps) {
-      multiply(params, shared, place);
+      multiply<kVariant>(params, shared, place);
     } else if (warp == kWeightWarp) {
-      load_weight(params, shared, place);
+      load_weight<kVariant>(params, shared, place);
     } else {
-      load_a(params, shared, place);
+      load_a<kVariant>(params, shared, place);
     }
   }
 
@@ -259,13 +291,27 @@ struct StreamingKernel {
   /// copy them.
   static constexpr int kArrivals = 2 + (kScalesBlocks ? cutlass::NumThreadsPerWarp : 0);
 
+  /// Whether sums complete their bytes at the owner's barrier, at which its own thread alone
+  /// arrives.
+  template <int kVariant>
+  CUTLASS_DEVICE static bool sends_async(Params const& params) {
+    return (kVariant & kSendsAsync) != 0 && params.splits.divisor > 1;
+  }
+
+  /// One lane calls it, or all do where they share the work.
+  template <int kVariant>
   CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
-    for (int i = 0; i < kStages; ++i) {
+    constexpr bool kAll = (kVariant & kStartsLean) != 0;
+    static_assert(kStages < cutlass::NumThreadsPerWarp);
+    for (int i = kAll ? lane_id() : 0; i < kStages; i += kAll ? cutlass::NumThreadsPerWarp : 1) {
       mbarrier_init(&shared.full[i], kArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
     }
-    mbarrier_init(&shared.sums_full, kMultiplyingWarps * params.splits.divisor);
-    mbarrier_init(&shared.sums_empty, kMultiplyingWarps * params.splits.divisor);
+    if (!kAll || lane_id() == cutlass::NumThreadsPerWarp - 1) {
+      int32_t const of_all = kMultiplyingWarps * params.splits.divisor;
+      mbarrier_init(&shared.sums_full, sends_async<kVariant>(params) ? 1 : of_all);
+      mbarrier_init(&shared.sums_empty, of_all);
+    }
     fence_mbarriers_made();
     fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
@@ -294,14 +340,16 @@ struct StreamingKernel {
     }
   }
 
+  template <int kVariant>
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
     bool const issues = lane_id() == 0;
     if (issues) {
       Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
       prefetch_descriptor(&first.map);
       if constexpr (kIsGated) prefetch_descriptor(&first.up);
-      make_barriers(params, shared);
+      if constexpr ((kVariant & kStartsLean) == 0) make_barriers<kVariant>(params, shared);
     }
+    if constexpr ((kVariant & kStartsLean) != 0) make_barriers<kVariant>(params, shared);
     __syncwarp();
     say_barriers_are_made(params);
     if (params.lets_next_start) let_next_kernel_start();
@@ -350,30 +398,66 @@ struct StreamingKernel {
     }
   }
 
+  template <int kVariant>
   CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared, Place const& place) {
     if (has_cluster(params)) cluster_arrive();
     bool const issues = lane_id() == 0;
+    bool awaits = true;
+    if constexpr ((kVariant & kStartsLean) != 0) {
+      if (issues)
+        prefetch_descriptor(descriptor_of(params, Tile(params, place, place.cluster).rows));
+      awaits = params.arrival.signals != nullptr;
+    }
     wait_for_previous_kernel();
-    uint32_t const seen = first_look(params.arrival);
-    if (issues) shared.seen = seen;
-    __syncwarp();
-    fence_proxy_async_global();
+    if (awaits) {
+      uint32_t const seen = first_look(params.arrival);
+      if (issues) shared.seen = seen;
+      __syncwarp();
+      fence_proxy_async_global();
+    }
     await_barriers(params);
     Stage stage;
+    if (awaits) {
+      load_rows<true>(params, shared, place, stage);
+    } else {
+      load_rows<false>(params, shared, place, stage);
+    }
+    __syncwarp();
+    if (issues) {
+      // A stage that was never used has nobody to wait for, as at the start.
+      for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
+        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+      }
+    }
+    __syncwarp();
+    finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
+  }
+
+  CUTLASS_DEVICE static CUtensorMap const* descriptor_of(Params const& params, Range const& rows) {
+    return rows.size() < kTileM               ? &params.last_rows
+           : params.local_rows.contains(rows) ? &params.a_local
+                                              : &params.a;
+  }
+
+  /// Loads A stage after stage; kAwaits: behind the gate of its chunks.
+  template <bool kAwaits>
+  CUTLASS_DEVICE static void load_rows(Params const& params, Shared& shared, Place const& place,
+                                       Stage& stage) {
+    bool const issues = lane_id() == 0;
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
       Tile const tile(params, place, block);
       Range const rows = tile.rows;
       bool const is_local = params.local_rows.contains(rows);
-      CUtensorMap const* const descriptor = rows.size() < kTileM ? &params.last_rows
-                                            : is_local           ? &params.a_local
-                                                                 : &params.a;
+      CUtensorMap const* const descriptor = descriptor_of(params, rows);
       int32_t const row = is_local ? rows.begin - params.local_rows.begin : rows.begin;
       ChunkGate<kTileM, kStreamedK, true> gate(params.arrival, shared.seen, rows.begin,
                                                place.k_tiles, is_local);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
-        while (k >= gate.k_end()) gate.look(true);
-        __syncwarp();
+        if constexpr (kAwaits) {
+          while (k >= gate.k_end()) gate.look(true);
+          __syncwarp();
+        }
         uint64_t* const full = &shared.full[stage.index];
         if constexpr (kScalesBlocks) {
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
@@ -401,15 +485,6 @@ struct StreamingKernel {
       }
       if constexpr (kNoWait) gate.look_too_late();
     }
-    __syncwarp();
-    if (issues) {
-      // A stage that was never used has nobody to wait for, as at the start.
-      for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
-        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
-      }
-    }
-    __syncwarp();
-    finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
   }
 
   using Sums = float[kAtoms][kTileM / 2];
@@ -480,32 +555,56 @@ struct StreamingKernel {
     }
   }
 
+  template <int kVariant>
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
+    constexpr bool kWarms = (kVariant & kWarmsEnd) != 0;
     if (has_cluster(params)) cluster_arrive();
     await_barriers(params);
     wait_for_previous_kernel();
     Stage stage;
     uint32_t parity = 0;  // of the tile
-    for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-      Tile const tile(params, place, block);
+    int32_t const first = place.cluster - (kWarms ? params.clusters : 0);
+    for (int32_t block = first; block < params.blocks; block += params.clusters) {
+      bool const is_real = !kWarms || block >= place.cluster;
+      Tile const tile(params, place, is_real ? block : place.cluster);
       Sums sums{};
       [[maybe_unused]] Sums part{};
+      int32_t const k_end = is_real ? place.k_tiles.end : place.k_tiles.begin;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
+      for (int32_t k = place.k_tiles.begin; k < k_end; ++k, stage.advance()) {
         mbarrier_wait(&shared.full[stage.index], stage.phase);
         add_stage(shared, stage.index, sums, part);
         give_back(shared, place, stage.index);
       }
-      if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
-      send_sums(params, shared, place, tile, sums);
-      arrive_at_splits(params, place, &shared.sums_full);
+      if (block != first) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
+      if (sends_async<kVariant>(params)) {
+        if (threadIdx.x == 0) {
+          int32_t const rows = own_rows(params, place, tile) * params.splits.divisor;
+          mbarrier_arrive_expecting(&shared.sums_full,
+                                    uint32_t(rows) * kTileN * uint32_t(sizeof(float)));
+        }
+        send_sums<true>(params, shared, place, tile, sums);
+      } else {
+        send_sums<false>(params, shared, place, tile, sums);
+        arrive_at_splits(params, place, &shared.sums_full);
+      }
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
-      add_up(params, shared, place, tile);
+      add_up(params, shared, place, tile, is_real);
       if (block + params.clusters < params.blocks) {
-        arrive_at_splits(params, place, &shared.sums_empty);
+        if (sends_async<kVariant>(params)) {
+          say_sums_are_read(params, place, &shared.sums_empty);
+        } else {
+          arrive_at_splits(params, place, &shared.sums_empty);
+        }
       }
       parity ^= 1;
     }
+  }
+
+  /// The rows of a tile that this CTA owns.
+  CUTLASS_DEVICE static int32_t own_rows(Params const& params, Place const& place,
+                                         Tile const& tile) {
+    return params.splits.divide(tile.rows.size() + params.splits.divisor - 1 - place.split);
   }
 
   /// Gives a stage back for a warp, in each CTA that shares the loads of A. Where none does, the
@@ -531,12 +630,22 @@ struct StreamingKernel {
     }
   }
 
+  /// Arrives for a warp that has read its sums, as a warp that has read a stage does: there is
+  /// nothing that the arrival would have to release.
+  CUTLASS_DEVICE static void say_sums_are_read(Params const& params, Place const& place,
+                                               uint64_t* barrier) {
+    __syncwarp();
+    int32_t const split = lane_id();
+    if (split < params.splits.divisor) mbarrier_arrive_in_cluster(barrier, place.rank_of(split));
+  }
+
   /// Where the owner of a row has its sums of one split; `of_owner`: the row's number among its.
   CUTLASS_DEVICE static int32_t sums_at(Params const& params, int32_t split, int32_t of_owner) {
     return (split * params.splits.divide(kTileM + params.splits.divisor - 1) + of_owner) *
            kSumPitch;
   }
 
+  template <bool kAsync>
   CUTLASS_DEVICE static void send_sums(Params const& params, Shared& shared, Place const& place,
                                        Tile const& tile, Sums const& sums) {
     auto const thread = int32_t(threadIdx.x);
@@ -547,16 +656,19 @@ struct StreamingKernel {
       float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row)) +
                             fragment_row(thread);
       // What a CTA keeps goes by plain stores, which its own arrival releases.
-      bool const stays = params.splits.divisor == 1;
-      uint32_t const to =
-          stays ? 0 : address_in_cluster(of_row, place.rank_of(params.splits.remainder(row)));
+      bool const stays = !kAsync && params.splits.divisor == 1;
+      int32_t const owner = stays ? 0 : place.rank_of(params.splits.remainder(row));
+      uint32_t const to = stays ? 0 : address_in_cluster(of_row, owner);
+      uint32_t const completes = kAsync ? address_in_cluster(&shared.sums_full, owner) : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < kAtoms; ++atom) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
           int const at = atom * kStreamedColumns + 8 * half;
           float const sum = sums[atom][4 * (i / 2) + 2 * half + i % 2];
-          if (stays) {
+          if constexpr (kAsync) {
+            store_and_complete_in_cluster(to + uint32_t(at) * sizeof(float), sum, completes);
+          } else if (stays) {
             of_row[at] = sum;
           } else {
             store_in_cluster(to + uint32_t(at) * sizeof(float), sum);
@@ -582,13 +694,13 @@ struct StreamingKernel {
     return sum;
   }
 
-  /// Adds up this CTA's share of a tile and stores it.
+  /// Adds up this CTA's share of a tile and stores it, if `stores`.
   CUTLASS_DEVICE static void add_up(Params const& params, Shared const& shared, Place const& place,
-                                    Tile const& tile) {
+                                    Tile const& tile, bool stores) {
     constexpr int kPieces = kOutColumns / kAlignment;  // of a row
     Weight const& weight = params.weights[tile.weight];
     int32_t const splits = params.splits.divisor;
-    int32_t const rows = params.splits.divide(tile.rows.size() + splits - 1 - place.split);
+    int32_t const rows = own_rows(params, place, tile);
     for (int32_t i = int32_t(threadIdx.x); i < rows * kPieces;
          i += kMultiplyingWarps * cutlass::NumThreadsPerWarp) {
       int32_t const of_owner = i / kPieces;
@@ -598,18 +710,19 @@ struct StreamingKernel {
       int32_t const row = tile.rows.begin + of_owner * splits + place.split;
       auto const sum = sum_of_splits(params, shared, of_owner, in_tile);
       Element* const to = weight.out + int64_t(row) * weight.n + column;
-      auto& stored = *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to);
+      cutlass::AlignedArray<Element, kAlignment> found;
       if constexpr (kIsGated) {
         auto const up = sum_of_splits(params, shared, of_owner, kOutColumns + in_tile);
-        stored = gated(weight.epilogue, column, sum, up);
+        found = gated(weight.epilogue, column, sum, up);
       } else {
         auto const of_row = Policy::row(weight.epilogue, row);
         if constexpr (Policy::kScaled) {
           RowScaleArgs const& scales = weight.epilogue.row_scales;
-          if (scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
+          if (stores && scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
         }
-        stored = Policy::apply(weight.epilogue, of_row, column, sum);
+        found = Policy::apply(weight.epilogue, of_row, column, sum);
       }
+      if (stores) *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to) = found;
     }
   }
 
@@ -640,11 +753,11 @@ struct StreamingKernel {
   }
 };
 
-template <class Kernel>
+template <class Kernel, int kVariant>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     streaming_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char streaming_memory[];
-  Kernel::run(params, streaming_memory);
+  Kernel::template run<kVariant>(params, streaming_memory);
 }
 
 }  // namespace agmm
