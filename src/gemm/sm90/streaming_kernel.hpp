@@ -54,27 +54,26 @@
 // these may need the places.
 //
 // Start and end. Beside the reading of the weight 4.1 us were left of an H200's time, at any size.
-// In a cold L2 the code, 35 KB, comes from memory too, and a warp that comes to a
-// new line waits for it. So much is serial in the machine code (cuobjdump -sass) at the beginning:
-// 14 lines of the weight's warp, behind a jump over A's 19 KB, 2 barriers for each stage; and at
-// the end: 20 lines of the exchange of sums, which nobody has run before, and where K is split a
-// fence of the GPU (MEMBAR.ALL.GPU) ahead of each arrival. A test build has variants
-// (testing/fault.hpp) that try what may help, one by one and together:
-//   kWarmsEnd   The warps that multiply go through the exchange of sums before the first stage has
-//     come, with a tile that has no products and is not stored. It is one tile more in the count of
-//     phases of both sums' barriers, in all CTAs of a cluster alike: it arrives at `sums_empty`,
-//     since a tile follows, and reads nothing but what its CTAs have sent. A's scales that it reads
-//     may be those of an earlier call; nothing is done with them.
-//   kStartsLean The weight's warp comes first in the code, its lanes make the barriers together,
-//   A's
-//     descriptor is fetched ahead, and A has a loop without a gate where nothing is awaited.
-//   kSendsAsync Sums are sent by stores that complete their bytes at the owner's `sums_full`, at
-//   which
-//     its thread 0 alone arrives, expecting the bytes of all splits. Nobody sends those of a tile
-//     before all owners have read the last tile's (`sums_empty`), so they count in their own phase,
-//     though it may not have been told to expect them yet; and each owner awaits all that is sent
-//     to it, so no CTA ends before. An arrival at `sums_empty` releases nothing then: what follows
-//     it in the other CTAs is writes, to what this one has read.
+// In a cold L2 the code, 35 KB, comes from memory too, and a warp that comes to a new line of 128
+// bytes waits for it. So much is serial in the machine code (cuobjdump -sass): at the beginning 14
+// lines of the weight's warp, behind a jump over A's 19 KB, and 2 barriers for each stage; at the
+// end 20 lines of the exchange of sums, which nobody has run before, and where K is split a fence
+// of the GPU (MEMBAR.ALL.GPU) ahead of each arrival. A test build has variants (testing/fault.hpp)
+// that try what may help, one by one and together:
+//   kWarmsEnd: the warps that multiply go through the exchange of sums before the first stage has
+//     come, with a tile that has no products and is not stored. It is one tile more in the phases
+//     of both sums' barriers, in all CTAs of a cluster alike: it arrives at `sums_empty`, since a
+//     tile follows, and reads nothing but what its CTAs have sent. A's scales that it reads may be
+//     those of an earlier call; nothing is done with them.
+//   kStartsLean: A's code, half of all, is a function that lies behind the rest, so the weight's
+//     warp comes to its first load by 21 lines that follow one another; A's descriptor is fetched
+//     ahead, and A has a loop without a gate where nothing is awaited.
+//   kSendsAsync: sums are sent by stores that complete their bytes at `sums_full` of the owner, of
+//     which one thread alone arrives there, expecting the bytes of all splits. Nobody sends those
+//     of a tile before all owners have read the last tile's (`sums_empty`), so they count in their
+//     own phase, though it may not have been told to expect them yet; and each owner awaits all
+//     that is sent to it, so no CTA ends before. An arrival at `sums_empty` releases nothing then:
+//     what follows it in the other CTAs is writes, to what this one has read.
 //
 // Shared memory has no conflicts of banks. TMA writes, and wgmma reads, in the pattern of 128-byte
 // swizzles, where the 16-byte pieces of 8 neighbouring rows lie in different banks. A warp writes
@@ -217,16 +216,12 @@ struct StreamingKernel {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     Place const place(params);
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr ((kVariant & kStartsLean) != 0) {
-      if (__builtin_expect(warp == kWeightWarp, 1)) {
-        load_weight<kVariant>(params, shared, place);
-        return;
-      }
-    }
     if (warp < kMultiplyingWarps) {
       multiply<kVariant>(params, shared, place);
     } else if (warp == kWeightWarp) {
       load_weight<kVariant>(params, shared, place);
+    } else if constexpr ((kVariant & kStartsLean) != 0) {
+      load_a_elsewhere<kVariant>(params, shared);
     } else {
       load_a<kVariant>(params, shared, place);
     }
@@ -298,20 +293,16 @@ struct StreamingKernel {
     return (kVariant & kSendsAsync) != 0 && params.splits.divisor > 1;
   }
 
-  /// One lane calls it, or all do where they share the work.
+  /// One lane makes them, since the machine takes lanes' barriers one after the other in a loop.
   template <int kVariant>
   CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
-    constexpr bool kAll = (kVariant & kStartsLean) != 0;
-    static_assert(kStages < cutlass::NumThreadsPerWarp);
-    for (int i = kAll ? lane_id() : 0; i < kStages; i += kAll ? cutlass::NumThreadsPerWarp : 1) {
+    for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], kArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
     }
-    if (!kAll || lane_id() == cutlass::NumThreadsPerWarp - 1) {
-      int32_t const of_all = kMultiplyingWarps * params.splits.divisor;
-      mbarrier_init(&shared.sums_full, sends_async<kVariant>(params) ? 1 : of_all);
-      mbarrier_init(&shared.sums_empty, of_all);
-    }
+    int32_t const of_all = kMultiplyingWarps * params.splits.divisor;
+    mbarrier_init(&shared.sums_full, sends_async<kVariant>(params) ? 1 : of_all);
+    mbarrier_init(&shared.sums_empty, of_all);
     fence_mbarriers_made();
     fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
@@ -347,9 +338,8 @@ struct StreamingKernel {
       Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
       prefetch_descriptor(&first.map);
       if constexpr (kIsGated) prefetch_descriptor(&first.up);
-      if constexpr ((kVariant & kStartsLean) == 0) make_barriers<kVariant>(params, shared);
+      make_barriers<kVariant>(params, shared);
     }
-    if constexpr ((kVariant & kStartsLean) != 0) make_barriers<kVariant>(params, shared);
     __syncwarp();
     say_barriers_are_made(params);
     if (params.lets_next_start) let_next_kernel_start();
@@ -431,6 +421,12 @@ struct StreamingKernel {
     }
     __syncwarp();
     finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
+  }
+
+  /// Does what load_a() does, in code that does not lie between the other warps'.
+  template <int kVariant>
+  __device__ __noinline__ static void load_a_elsewhere(Params const& params, Shared& shared) {
+    load_a<kVariant>(params, shared, Place(params));
   }
 
   CUTLASS_DEVICE static CUtensorMap const* descriptor_of(Params const& params, Range const& rows) {
