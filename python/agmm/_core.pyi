@@ -80,6 +80,7 @@ __all__: list[str] = [
     "mismatch_message",
     "note_call",
     "part_place",
+    "packed_matmul",
     "peer_atomics",
     "push_order",
     "quantize",
@@ -1094,6 +1095,18 @@ def note_call(tag: int, what: str) -> None:
 def part_place(source: int, owner: int, world_size: int) -> int:
     """
     The index at which the owner stores the partial sum of the source, another rank.
+    """
+
+def packed_matmul(
+    size: tuple[int, int, int],
+    groups: int,
+    splits: int,
+    addresses: list[int],
+    stream: int,
+    sm_count: int = 0,
+) -> None:
+    """
+    Enqueues out = a @ B (+ bias) of bfloat16 with a weight of 4 bits. size: (M, N, K). groups: how many 128 of K have, 1 or 4. addresses: those of a, the packed weight, bias and out.
     """
 
 def peer_atomics(device: int, peer: int) -> bool:

@@ -12,6 +12,7 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/packed_matmul.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
 #include "gemm/tile_times.hpp"
@@ -135,6 +136,21 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
+}
+
+void packed_matmul(const SizeTuple& size, int groups, int splits,
+                   const std::vector<uintptr_t>& addresses, uintptr_t stream, int sm_count) {
+  agmm::PackedMatmul call;
+  std::tie(call.m, call.n, call.k) = size;
+  call.groups = groups;
+  call.splits = splits;
+  call.sm_count = sm_count;
+  Addresses at(addresses, 4);
+  call.a = at.next<void>();
+  call.b = at.next<void>();
+  call.bias = at.next<void>();
+  call.out = at.next<void>();
+  agmm::packed_matmul(call, pointer<void>(stream));
 }
 
 /// One of the weights that share a gather, or two of them behind one gate.
@@ -262,6 +278,12 @@ void bind_gather(py::module_& m) {
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
         "out and signals, of a gate those of up and its bias too, of more weights b, scale_b, bias "
         "and out of each; 0 where there is none.");
+  m.def(
+      "packed_matmul", &packed_matmul, py::arg("size"), py::arg("groups"), py::arg("splits"),
+      py::arg("addresses"), py::arg("stream"), py::arg("sm_count") = 0,
+      py::call_guard<py::gil_scoped_release>(),
+      "Enqueues out = a @ B (+ bias) of bfloat16 with a weight of 4 bits. size: (M, N, K). groups: "
+      "how many 128 of K have, 1 or 4. addresses: those of a, the packed weight, bias and out.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(

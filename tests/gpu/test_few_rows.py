@@ -15,6 +15,7 @@ from agmm.ops import async_input_mm, async_input_scaled_mm
 from agmm.planning import call_plans, legality
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.runtime import cuda_packed
 from agmm.runtime.epilogues import Epilogue
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -265,6 +266,37 @@ def test_variants(kernel: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None
                             wanted = out if wanted is None else wanted
                             label = f"variant {variant}, {m}x{n}x{k} {config.name}, {sm_count} CTAs"
                             assert torch.equal(out, wanted), label
+
+
+@pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256], ids="groups of {}".format)
+def test_weights_of_4_bits(group_size: int) -> None:
+    """Products are those of the values times their scales, rounded once, and a row's bits are its
+    own. 0: a group is all of K."""
+    for n, k in ((8, 8), (72, 136), (264, 1024), (1000, 768), (3584, 4096), (9000, 256)):
+        size = group_size or k
+        if k % size:
+            continue
+        values = torch.randint(-8, 8, (n, k), device="cuda")
+        scales = (torch.rand(n, k // size, device="cuda") + 0.5).bfloat16()
+        stored = (values + 8).to(torch.uint8)
+        packed = cuda_packed.pack(stored[:, ::2] | stored[:, 1::2] << 4, scales, size)
+        b = (values * scales.double().repeat_interleave(size, 1)).t()
+        all_rows, bias = randn(130, k), randn(n)
+        for added in (None, bias):
+            reference = all_rows.double() @ b
+            reference = reference if added is None else reference + added.double()
+            allowed = allowed_error(relative_error(reference.bfloat16(), reference))
+            for splits in {1, min(3, -(-k // 128)), _core.streaming_splits(n, k, 4)}:
+                wanted = None
+                for m in (130, 65, 33, 32, 9, 1):
+                    for sm_count in (0, 16):
+                        poison_freed_memory(m, n)
+                        rows = all_rows[:m].clone()
+                        out = packed.product(rows, added, splits=splits, sm_count=sm_count)
+                        label = f"{m}x{n}x{k}, {splits} splits, {sm_count} CTAs"
+                        assert relative_error(out, reference[:m]) <= allowed, label
+                        wanted = out if wanted is None else wanted
+                        assert torch.equal(out, wanted[:m]), label
 
 
 @of_kernels

@@ -112,7 +112,11 @@ struct StreamingInstance {
     weight.n = given.n;
     weight.first_block = int32_t(first_block);
     int32_t const k = mm.problem.k;
-    if (!describe_weight(weight.map, given.b, given.n, k, given.ldb)) return -1;
+    if constexpr (Kernel::kIsPacked) {
+      weight.map = static_cast<uint8_t const*>(given.b);
+    } else if (!describe_weight(weight.map, given.b, given.n, k, given.ldb)) {
+      return -1;
+    }
     if constexpr (Kernel::kIsGated) {
       Operands const& operands = mm.operands;
       weight.epilogue.bias_up = static_cast<Element const*>(operands.bias_up);

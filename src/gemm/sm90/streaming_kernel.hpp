@@ -91,6 +91,7 @@
 #include "gemm/sm90/chunk_gate.hpp"
 #include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/packed_weight.hpp"
 #include "gemm/sm90/streaming_scales.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/streaming.hpp"
@@ -124,6 +125,8 @@ struct StreamingKernel {
   using ElementB = typename Types::B;
   using Element = typename Types::Out;
   static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static constexpr bool kIsPacked = Types::kPackedGroups != 0;
+  using Packed = PackedAtom<kIsPacked ? Types::kPackedGroups : 1>;
   static constexpr bool kPromotes = kAccumulation != Accumulation::Fast;
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
   static constexpr bool kScalesColumns = kAccumulation == Accumulation::Block1x128;
@@ -139,7 +142,9 @@ struct StreamingKernel {
   static constexpr int kSlabs = kStreamedK / kSlabColumns;
   static constexpr int kAtoms = kTileN / kStreamedColumns;
   static constexpr int kAtomBytes = kStreamedColumns * kRowBytes;  // of one slab
-  static constexpr int kWeightBytes = kSlabs * kAtoms * kAtomBytes;
+  static constexpr int kWeightBytes =
+      kIsPacked ? kAtoms * Packed::kBytes : kSlabs * kAtoms * kAtomBytes;
+  static_assert(!kIsPacked || (kAtoms == 1 && kClusterN == 1));
   static constexpr int kSlabBytesOfA = kTileM * kRowBytes;
   static constexpr int kBytesOfA = kSlabs * kSlabBytesOfA;
   static_assert(kTileM % 8 == 0 && kTileN % kStreamedColumns == 0);
@@ -177,7 +182,7 @@ struct StreamingKernel {
 
   /// One of the weights, with what becomes of its products.
   struct Weight {
-    CUtensorMap map;
+    std::conditional_t<kIsPacked, uint8_t const*, CUtensorMap> map;  // packed: the atoms
     std::conditional_t<kIsGated, CUtensorMap, NoParams> up;
     typename Policy::Args epilogue{};
     std::conditional_t<kScalesBlocks, BlockScaleArgs, NoParams> block_scales{};
@@ -336,7 +341,7 @@ struct StreamingKernel {
     bool const issues = lane_id() == 0;
     if (issues) {
       Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
-      prefetch_descriptor(&first.map);
+      if constexpr (!kIsPacked) prefetch_descriptor(&first.map);
       if constexpr (kIsGated) prefetch_descriptor(&first.up);
       make_barriers<kVariant>(params, shared);
     }
@@ -356,7 +361,14 @@ struct StreamingKernel {
           uint64_t* const full = &shared.full[stage.index];
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
           mbarrier_arrive_expecting(full, kWeightBytes);
-          load_stage_of_weight(weight, shared.weight[stage.index], tile.column, k, full, policy);
+          uint8_t* const to = shared.weight[stage.index];
+          if constexpr (kIsPacked) {
+            // All K of 64 columns lie together, atom behind atom.
+            int64_t const atom = int64_t(tile.column / kStreamedColumns) * params.k_tiles + k;
+            bulk_load(to, weight.map + atom * Packed::kBytes, Packed::kBytes, full, policy);
+          } else {
+            load_stage_of_weight(weight, to, tile.column, k, full, policy);
+          }
         }
       }
     }
@@ -523,11 +535,54 @@ struct StreamingKernel {
     fence(sums);
   }
 
+  /// Multiplies a stage of a packed weight. Its groups have sums of their own, which are all under
+  /// way before the first is awaited.
+  CUTLASS_DEVICE static void add_packed_stage(Shared const& shared, int32_t stage, Sums& sums) {
+    constexpr int kGroups = kIsPacked ? Types::kPackedGroups : 1;
+    auto const thread = int(threadIdx.x);
+    uint8_t const* const atom = shared.weight[stage];
+    typename Packed::Values values;
+    Packed::read(atom, thread, values);
+    float parts[kGroups][kTileM / 2] = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (auto& four : values) {
+      CUTLASS_PRAGMA_UNROLL
+      for (uint32_t& two : four) cute::warpgroup_fence_operand(two);
+    }
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < Packed::kSteps; ++step) {
+      constexpr int kOfSlab = Packed::kSteps / kSlabs;
+      uint8_t const* const a = shared.a[stage] + step / kOfSlab * kSlabBytesOfA +
+                               step % kOfSlab * 16 * int(sizeof(ElementA));
+      wgmma_of_registers<kTileM>(parts[step / Packed::kStepsOfGroup], values[step],
+                                 wgmma_descriptor(a), step % Packed::kStepsOfGroup == 0 ? 0 : 1);
+    }
+    cute::warpgroup_commit_batch();
+    float scales[kGroups][2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      scales[i / 2][i % 2] = Packed::scale(atom, i / 2, fragment_row(thread) + 8 * (i % 2));
+    }
+    cute::warpgroup_wait<0>();
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTileM / 2; ++i) {
+        cute::warpgroup_fence_operand(parts[group][i]);
+        sums[0][i] = fmaf(parts[group][i], scales[group][i / 2 % 2], sums[0][i]);
+      }
+    }
+    __syncwarp();  // one lane gives the stage back for all
+  }
+
   /// Multiplies a stage and adds its products to `sums`: by `part`, times the scales of blocks
   /// where there are any, if sums are promoted.
   CUTLASS_DEVICE static void add_stage(Shared const& shared, int32_t stage, Sums& sums,
                                        Sums& part) {
-    if constexpr (!kPromotes) {
+    if constexpr (kIsPacked) {
+      add_packed_stage(shared, stage, sums);
+    } else if constexpr (!kPromotes) {
       multiply_stage(shared, stage, sums);
     } else {
       multiply_stage(shared, stage, part);
