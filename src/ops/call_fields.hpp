@@ -9,8 +9,9 @@ namespace agmm {
 
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout, accumulation, epilogue, activation);
 AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride, b_up);
+AGMM_FIELDS(MoreWeight, b, ldb, n, bias, out, scales, scale_k_stride, scale_n_stride);
 AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out, scales, b_up,
-            ldb_up, bias_up, out_scales, given_out_scale);
+            ldb_up, bias_up, out_scales, given_out_scale, more, more_count);
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
 AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
 AGMM_FIELDS(AsyncInputArgs, problem, config, operands, arrival, rank, limit_ns, sm_count,
@@ -30,7 +31,8 @@ AGMM_FIELDS(ExchangeArgs, rank, world_size, in, out, in_stride, out_stride, segm
             blocks, signals, signal_slot_bytes, turns, own_packets, own_signals,
             packet_stretch_bytes, limit);
 AGMM_FIELDS(StreamedExchange, args, residual, is_shared);
-AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead);
+AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead,
+            streaming_variant);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);

@@ -228,7 +228,8 @@ def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
     kernel has one number for each size of B, so that a row's bits are the same in every call, and
     is not legal where these are no cluster."""
     if kernel.is_streaming:
-        splits = _core.streaming_splits(problem.n, problem.k)
+        bits = 8 * formats.of(problem.format).element_bytes
+        splits = _core.streaming_splits(problem.n, problem.k, bits)
         ctas = splits * kernel.cluster_n
         fits = (
             ctas <= _core.MAX_STREAMING_CLUSTER

@@ -267,7 +267,7 @@ class ReadyMatmul(NamedTuple):
         if 0 in out_shape:
             return out
         if a_chunk_signals is not None:  # a copy would be made before the chunks have come
-            _check_awaited(a, scale_a)
+            check_awaited(a, scale_a)
         copies: list[torch.Tensor] = []  # they live until the call is enqueued
         with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             scratch = _split_scratch(a.device) if needs_scratch else None
@@ -294,7 +294,7 @@ class ReadyMatmul(NamedTuple):
         return out
 
 
-def _check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
+def check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
     """Checks that the operands in which chunks arrive lie as the kernels read them."""
     address = a.data_ptr()
     if address % TMA_ALIGNMENT != 0:

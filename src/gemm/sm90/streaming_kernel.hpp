@@ -10,16 +10,18 @@
 // whose CTAs send each other their sums.
 //
 // The ring. Stage i of kStages has `full` (2 arrivals: of warps 4 and 5, each of which expects the
-// bytes that it loads, and A's bytes, from all CTAs that share them) and `empty` (4 arrivals, one
-// of each warp that multiplies, in each CTA that shares the loads of A). All warps go through the
-// same tiles and k tiles, so each counts the uses of a stage for itself, and use u of it is phase u
-// of both barriers.
+// bytes that it loads, and A's bytes, from all CTAs that share them; with scales of blocks 32 more,
+// of warp 5's lanes, which copy them) and `empty` (4 arrivals, one of each warp that multiplies, in
+// each CTA that shares the loads of A). All warps go through the same tiles and k tiles, so each
+// counts the uses of a stage for itself, and use u of it is phase u of both barriers.
 //   1. Warps 4 and 5 write to a stage for use u behind phase u - 1 of `empty`: all that read use
 //      u - 1 have, in all CTAs to which warp 5 sends. Phase u of `full` has not ended then in any
 //      of them, since each wants an arrival of its own warp 5, which comes behind the same wait. So
 //      bytes that another CTA sends early are counted in their phase, though its barrier may not
 //      have been told to expect them yet.
-//   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage.
+//   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage,
+//   and
+//      when its lanes have read the scales.
 //   3. Warp 5 ends behind the last phases of `empty`: then all of A has landed, here and in the
 //   CTAs
 //      to which it was sent, and no other CTA will arrive at a barrier of this one's ring. It is
@@ -32,8 +34,9 @@
 // written. The last tile's have nobody who waits for them, and no CTA arrives for them: so none
 // arrives at one that may have ended. What is sent to a CTA before is what it waits for itself.
 //
-// Bits. The sum of a row goes through K in steps of 16 within a split, then through the splits. No
-// step depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
+// Bits. The sum of a row goes through K in steps of 16 within a split (fp8: 32; where sums are
+// promoted each stage is summed anew and added, times its scales), then through the splits. No step
+// depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
 // B alone (streaming_splits).
 //
 // Programmatic launch (kernel_instance.cuh has the invariant: griddepcontrol.wait stands before the
@@ -50,6 +53,28 @@
 // leaves (launch_dependents); a kernel that awaits signals never lets them, since what is to write
 // these may need the places.
 //
+// Start and end. Beside the reading of the weight 4.1 us were left of an H200's time, at any size.
+// In a cold L2 the code, 35 KB, comes from memory too, and a warp that comes to a new line of 128
+// bytes waits for it. So much is serial in the machine code (cuobjdump -sass): at the beginning 14
+// lines of the weight's warp, behind a jump over A's 19 KB, and 2 barriers for each stage; at the
+// end 20 lines of the exchange of sums, which nobody has run before, and where K is split a fence
+// of the GPU (MEMBAR.ALL.GPU) ahead of each arrival. A test build has variants (testing/fault.hpp)
+// that try what may help, one by one and together:
+//   kWarmsEnd: the warps that multiply go through the exchange of sums before the first stage has
+//     come, with a tile that has no products and is not stored. It is one tile more in the phases
+//     of both sums' barriers, in all CTAs of a cluster alike: it arrives at `sums_empty`, since a
+//     tile follows, and reads nothing but what its CTAs have sent. A's scales that it reads may be
+//     those of an earlier call; nothing is done with them.
+//   kStartsLean: A's code, half of all, is a function that lies behind the rest, so the weight's
+//     warp comes to its first load by 21 lines that follow one another; A's descriptor is fetched
+//     ahead, and A has a loop without a gate where nothing is awaited.
+//   kSendsAsync: sums are sent by stores that complete their bytes at `sums_full` of the owner, of
+//     which one thread alone arrives there, expecting the bytes of all splits. Nobody sends those
+//     of a tile before all owners have read the last tile's (`sums_empty`), so they count in their
+//     own phase, though it may not have been told to expect them yet; and each owner awaits all
+//     that is sent to it, so no CTA ends before. An arrival at `sums_empty` releases nothing then:
+//     what follows it in the other CTAs is writes, to what this one has read.
+//
 // Shared memory has no conflicts of banks. TMA writes, and wgmma reads, in the pattern of 128-byte
 // swizzles, where the 16-byte pieces of 8 neighbouring rows lie in different banks. A warp writes
 // its sums to 4 rows of out, 2 rows apart, and 8 columns of each: with a pitch of 4 more floats
@@ -64,8 +89,11 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
+#include "gemm/sm90/packed_weight.hpp"
 #include "gemm/sm90/streamed_sum.hpp"
+#include "gemm/sm90/streaming_scales.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/streaming.hpp"
 #include "sync/bulk_copy.hpp"
@@ -85,16 +113,33 @@ CUTLASS_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// kTileM rows and kTileN columns of out are a CTA's tile. Sink_ says what becomes of them
-/// (gemm/sm90/streamed_sum.hpp).
+/// What stands in place of parameters that a kernel has no use for.
+struct NoParams {};
+
+/// kTileM rows and kTileN columns of B are a CTA's tile; with a gate half of them are gate's, the
+/// others up's. kMostWeights: of so many weights a launch computes the products with A at most.
+/// Sink_ says what becomes of the tiles (gemm/sm90/streamed_sum.hpp).
 template <class Element_, BLayout kBLayout, int kTileM_, int kTileN_, int kClusterN,
-          Epilogue kEpilogue, class Sink_ = StoredTiles>
+          Accumulation kAccumulation, Epilogue kEpilogue, int kMostWeights,
+          class Sink_ = StoredTiles>
 struct StreamingKernel {
-  using Element = Element_;
+  using Types = TypesOf<Element_>;
+  using ElementA = typename Types::A;
+  using ElementB = typename Types::B;
+  using Element = typename Types::Out;
   using Sink = Sink_;
   static constexpr int kTileM = kTileM_;
   static constexpr int kTileN = kTileN_;
-  using Policy = EpiloguePolicy<kEpilogue, Element, false>;
+  static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static constexpr bool kIsPacked = Types::kPackedGroups != 0;
+  using Packed = PackedAtom<kIsPacked ? Types::kPackedGroups : 1>;
+  static constexpr bool kPromotes = kAccumulation != Accumulation::Fast;
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static constexpr bool kScalesColumns = kAccumulation == Accumulation::Block1x128;
+  using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
+  static_assert(!Types::kIsFp8 || columns_per_out(kEpilogue) == 1);
+  static_assert(!Sink::kSends ||
+                (kMostWeights == 1 && kEpilogue == Epilogue::Bias && !Types::kIsFp8 && !kIsPacked));
   static constexpr int kThreads = 192;
   static constexpr int kWeightWarp = 4;  // the next one is A's
   static constexpr int kMultiplyingWarps = 4;
@@ -102,11 +147,13 @@ struct StreamingKernel {
 
   /// A slab is the box of a TMA load: 128 bytes of K wide (where B is row-major: of columns).
   static constexpr int kRowBytes = 128;
-  static constexpr int kSlabColumns = kRowBytes / int(sizeof(Element));
+  static constexpr int kSlabColumns = kRowBytes / int(sizeof(ElementA));
   static constexpr int kSlabs = kStreamedK / kSlabColumns;
   static constexpr int kAtoms = kTileN / kStreamedColumns;
   static constexpr int kAtomBytes = kStreamedColumns * kRowBytes;  // of one slab
-  static constexpr int kWeightBytes = kSlabs * kAtoms * kAtomBytes;
+  static constexpr int kWeightBytes =
+      kIsPacked ? kAtoms * Packed::kBytes : kSlabs * kAtoms * kAtomBytes;
+  static_assert(!kIsPacked || (kAtoms == 1 && kClusterN == 1));
   static constexpr int kSlabBytesOfA = kTileM * kRowBytes;
   static constexpr int kBytesOfA = kSlabs * kSlabBytesOfA;
   static_assert(kTileM % 8 == 0 && kTileN % kStreamedColumns == 0);
@@ -116,15 +163,19 @@ struct StreamingKernel {
   static constexpr int kSumPitch = kTileN + 4;
   static constexpr int kSumFloats = (kTileM + kMaxSplits - 1) * kSumPitch;  // of all splits' rows
   static constexpr int kOtherBytes = 320;  // barriers of 16 stages, and the like
-  static constexpr int kStages = min_of(
-      (kSharedBytes - kSumFloats * int(sizeof(float)) - kOtherBytes) / (kWeightBytes + kBytesOfA),
-      16);
+  using HeldScales = StageScales<kTileM, kTileN, kScalesColumns>;
+  static constexpr int kScaleStageBytes = kScalesBlocks ? int(sizeof(HeldScales)) : 0;
+  static constexpr int kStages =
+      min_of((kSharedBytes - kSumFloats * int(sizeof(float)) - kOtherBytes) /
+                 (kWeightBytes + kBytesOfA + kScaleStageBytes),
+             16);
   static_assert(kStages >= 3);
 
   struct Shared {
     alignas(1024) uint8_t weight[kStages][kWeightBytes];
     alignas(1024) uint8_t a[kStages][kBytesOfA];
     alignas(16) float sums[kSumFloats];
+    alignas(16) HeldScales scales[kScalesBlocks ? kStages : 1];
     uint64_t full[kStages];
     uint64_t empty[kStages];
     uint64_t sums_full;
@@ -132,25 +183,39 @@ struct StreamingKernel {
     uint32_t seen;  // of ChunkGate
   };
   static_assert(sizeof(Shared) <= kSharedBytes);
-  static_assert(Policy::kColumnsPerOut == 1 && !Policy::kHasOwn, "nobody sets what it would read");
+  /// With a gate a tile has columns of two weights, of each as many.
+  static constexpr int kHalves = Policy::kColumnsPerOut;
+  static constexpr bool kIsGated = kHalves == 2;
+  static constexpr int kOutColumns = kTileN / kHalves;  // of a tile
+  static_assert(kOutColumns % kStreamedColumns == 0 && (!kIsGated || kClusterN == 1));
+
+  /// One of the weights, with what becomes of its products.
+  struct Weight {
+    std::conditional_t<kIsPacked, uint8_t const*, CUtensorMap> map;  // packed: the atoms
+    std::conditional_t<kIsGated, CUtensorMap, NoParams> up;
+    typename Policy::Args epilogue{};
+    std::conditional_t<kScalesBlocks, BlockScaleArgs, NoParams> block_scales{};
+    Element* out = nullptr;
+    int32_t n = 0;            // the columns of out
+    int32_t first_block = 0;  // of its columns, in those of all weights
+  };
 
   struct Params {
-    CUtensorMap weight;
+    Weight weights[kMostWeights];
     CUtensorMap a;
     CUtensorMap a_local;
     CUtensorMap last_rows;  // of A or A_local, where tiles do not divide M
     ChunkArrival arrival{};
     Range local_rows{};  // these rows are read from A_local and need no signal
     Release release{};
-    Element* out = nullptr;
-    typename Policy::Args epilogue{};
+    int32_t weight_count = 1;
     int32_t m = 0;
-    int32_t n = 0;
     int32_t k_tiles = 0;  // of kStreamedK columns of A
     FastDiv splits{};
     FastDiv tiles_m{};
     int32_t blocks = 0;    // of a cluster
     int32_t clusters = 0;  // of the launch
+    int32_t variant = 0;
     bool starts_early = false;
     bool weight_is_ahead = false;
     bool lets_next_start = false;
@@ -160,16 +225,20 @@ struct StreamingKernel {
     int32_t ctas() const { return clusters * cluster_ctas(); }
   };
 
+  /// kVariant: a sum of what the kernel does otherwise than usual.
+  template <int kVariant>
   CUTLASS_DEVICE static void run(Params const& params, char* memory) {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     Place const place(params);
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp < kMultiplyingWarps) {
-      multiply(params, shared, place);
+      multiply<kVariant>(params, shared, place);
     } else if (warp == kWeightWarp) {
-      load_weight(params, shared, place);
+      load_weight<kVariant>(params, shared, place);
+    } else if constexpr ((kVariant & kStartsLean) != 0) {
+      load_a_elsewhere<kVariant>(params, shared);
     } else {
-      load_a(params, shared, place);
+      load_a<kVariant>(params, shared, place);
     }
   }
 
@@ -201,12 +270,19 @@ struct StreamingKernel {
 
   struct Tile {
     Range rows;
-    int32_t column;
+    int32_t weight = 0;
+    int32_t column;  // of the weight's part of out
 
     CUTLASS_DEVICE Tile(Params const& params, Place const& place, int32_t block) {
       int32_t const begin = params.tiles_m.remainder(block) * kTileM;
       rows = {begin, min_of(begin + kTileM, params.m)};
-      column = (params.tiles_m.divide(block) * kClusterN + place.beside) * kTileN;
+      int32_t of_columns = params.tiles_m.divide(block);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < kMostWeights; ++i) {
+        if (i < params.weight_count && of_columns >= params.weights[i].first_block) weight = i;
+      }
+      if constexpr (kMostWeights > 1) of_columns -= params.weights[weight].first_block;
+      column = (of_columns * kClusterN + place.beside) * kOutColumns;
     }
   };
 
@@ -223,13 +299,27 @@ struct StreamingKernel {
     }
   };
 
+  /// The arrivals that fill a stage: two warps', and with scales of blocks those of the lanes that
+  /// copy them.
+  static constexpr int kArrivals = 2 + (kScalesBlocks ? cutlass::NumThreadsPerWarp : 0);
+
+  /// Whether sums complete their bytes at the owner's barrier, at which its own thread alone
+  /// arrives.
+  template <int kVariant>
+  CUTLASS_DEVICE static bool sends_async(Params const& params) {
+    return (kVariant & kSendsAsync) != 0 && params.splits.divisor > 1;
+  }
+
+  /// One lane makes them, since the machine takes lanes' barriers one after the other in a loop.
+  template <int kVariant>
   CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.full[i], kArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
     }
-    mbarrier_init(&shared.sums_full, kMultiplyingWarps * params.splits.divisor);
-    mbarrier_init(&shared.sums_empty, kMultiplyingWarps * params.splits.divisor);
+    int32_t const of_all = kMultiplyingWarps * params.splits.divisor;
+    mbarrier_init(&shared.sums_full, sends_async<kVariant>(params) ? 1 : of_all);
+    mbarrier_init(&shared.sums_empty, of_all);
     fence_mbarriers_made();
     fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
@@ -258,11 +348,14 @@ struct StreamingKernel {
     }
   }
 
+  template <int kVariant>
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
     bool const issues = lane_id() == 0;
     if (issues) {
-      prefetch_descriptor(&params.weight);
-      make_barriers(params, shared);
+      Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
+      if constexpr (!kIsPacked) prefetch_descriptor(&first.map);
+      if constexpr (kIsGated) prefetch_descriptor(&first.up);
+      make_barriers<kVariant>(params, shared);
     }
     __syncwarp();
     say_barriers_are_made(params);
@@ -273,13 +366,21 @@ struct StreamingKernel {
       uint64_t const policy = evict_first_policy();
       Stage stage;
       for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-        int32_t const column = Tile(params, place, block).column;
+        Tile const tile(params, place, block);
+        Weight const& weight = params.weights[tile.weight];
         CUTLASS_PRAGMA_NO_UNROLL
         for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
           uint64_t* const full = &shared.full[stage.index];
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
           mbarrier_arrive_expecting(full, kWeightBytes);
-          load_stage_of_weight(params, shared.weight[stage.index], column, k, full, policy);
+          uint8_t* const to = shared.weight[stage.index];
+          if constexpr (kIsPacked) {
+            // All K of 64 columns lie together, atom behind atom.
+            int64_t const atom = int64_t(tile.column / kStreamedColumns) * params.k_tiles + k;
+            bulk_load(to, weight.map + atom * Packed::kBytes, Packed::kBytes, full, policy);
+          } else {
+            load_stage_of_weight(weight, to, tile.column, k, full, policy);
+          }
         }
       }
     }
@@ -287,50 +388,106 @@ struct StreamingKernel {
     if (has_cluster(params)) cluster_wait();  // each phase of its barrier has a wait of all threads
   }
 
-  CUTLASS_DEVICE static void load_stage_of_weight(Params const& params, uint8_t* to, int32_t column,
+  CUTLASS_DEVICE static void load_stage_of_weight(Weight const& weight, uint8_t* to, int32_t column,
                                                   int32_t k, uint64_t* full, uint64_t policy) {
+    constexpr int kAtomsOfHalf = kAtoms / kHalves;
     CUTLASS_PRAGMA_UNROLL
     for (int slab = 0; slab < kSlabs; ++slab) {
       int32_t const depth = k * kStreamedK + slab * kSlabColumns;
-      uint8_t* const at = to + slab * kAtoms * kAtomBytes;
-      if constexpr (kBLayout == BLayout::ColumnMajor) {
-        tensor_load(at, &params.weight, depth, column, full, policy);
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int atom = 0; atom < kAtoms; ++atom) {
-          tensor_load(at + atom * kAtomBytes, &params.weight, column + atom * kStreamedColumns,
-                      depth, full, policy);
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) {
+        CUtensorMap const* map = &weight.map;
+        if constexpr (kIsGated) map = half == 0 ? &weight.map : &weight.up;
+        uint8_t* const at = to + (slab * kAtoms + half * kAtomsOfHalf) * kAtomBytes;
+        if constexpr (kBLayout == BLayout::ColumnMajor) {
+          tensor_load(at, map, depth, column, full, policy);
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int atom = 0; atom < kAtomsOfHalf; ++atom) {
+            tensor_load(at + atom * kAtomBytes, map, column + atom * kStreamedColumns, depth, full,
+                        policy);
+          }
         }
       }
     }
   }
 
+  template <int kVariant>
   CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared, Place const& place) {
     if (has_cluster(params)) cluster_arrive();
     bool const issues = lane_id() == 0;
+    bool awaits = true;
+    if constexpr ((kVariant & kStartsLean) != 0) {
+      if (issues)
+        prefetch_descriptor(descriptor_of(params, Tile(params, place, place.cluster).rows));
+      awaits = params.arrival.signals != nullptr;
+    }
     wait_for_previous_kernel();
-    uint32_t const seen = first_look(params.arrival);
-    if (issues) shared.seen = seen;
-    __syncwarp();
-    fence_proxy_async_global();
+    if (awaits) {
+      uint32_t const seen = first_look(params.arrival);
+      if (issues) shared.seen = seen;
+      __syncwarp();
+      fence_proxy_async_global();
+    }
     await_barriers(params);
     Stage stage;
+    if (awaits) {
+      load_rows<true>(params, shared, place, stage);
+    } else {
+      load_rows<false>(params, shared, place, stage);
+    }
+    __syncwarp();
+    if (issues) {
+      // A stage that was never used has nobody to wait for, as at the start.
+      for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
+        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+      }
+    }
+    __syncwarp();
+    finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
+  }
+
+  /// Does what load_a() does, in code that does not lie between the other warps'.
+  template <int kVariant>
+  __device__ __noinline__ static void load_a_elsewhere(Params const& params, Shared& shared) {
+    load_a<kVariant>(params, shared, Place(params));
+  }
+
+  CUTLASS_DEVICE static CUtensorMap const* descriptor_of(Params const& params, Range const& rows) {
+    return rows.size() < kTileM               ? &params.last_rows
+           : params.local_rows.contains(rows) ? &params.a_local
+                                              : &params.a;
+  }
+
+  /// Loads A stage after stage; kAwaits: behind the gate of its chunks.
+  template <bool kAwaits>
+  CUTLASS_DEVICE static void load_rows(Params const& params, Shared& shared, Place const& place,
+                                       Stage& stage) {
+    bool const issues = lane_id() == 0;
     for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-      Range const rows = Tile(params, place, block).rows;
+      Tile const tile(params, place, block);
+      Range const rows = tile.rows;
       bool const is_local = params.local_rows.contains(rows);
-      CUtensorMap const* const descriptor = rows.size() < kTileM ? &params.last_rows
-                                            : is_local           ? &params.a_local
-                                                                 : &params.a;
+      CUtensorMap const* const descriptor = descriptor_of(params, rows);
       int32_t const row = is_local ? rows.begin - params.local_rows.begin : rows.begin;
       ChunkGate<kTileM, kStreamedK, true> gate(params.arrival, shared.seen, rows.begin,
                                                place.k_tiles, is_local);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
-        while (k >= gate.k_end()) gate.look(true);
-        __syncwarp();
-        if (!issues) continue;
+        if constexpr (kAwaits) {
+          while (k >= gate.k_end()) gate.look(true);
+          __syncwarp();
+        }
         uint64_t* const full = &shared.full[stage.index];
-        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        if constexpr (kScalesBlocks) {
+          mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+          shared.scales[stage.index].load(params.weights[tile.weight].block_scales, rows,
+                                          tile.column, k, full);
+          if (!issues) continue;
+        } else {
+          if (!issues) continue;
+          mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+        }
         mbarrier_arrive_expecting(full, uint32_t(rows.size()) * kRowBytes * kSlabs);
         uint8_t* const to = shared.a[stage.index];
         int32_t const depth = k * kStreamedK;
@@ -348,15 +505,6 @@ struct StreamingKernel {
       }
       if constexpr (kNoWait) gate.look_too_late();
     }
-    __syncwarp();
-    if (issues) {
-      // A stage that was never used has nobody to wait for, as at the start.
-      for (int32_t i = 0; i < kStages; ++i, stage.advance()) {
-        mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
-      }
-    }
-    __syncwarp();
-    finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
   }
 
   using Sums = float[kAtoms][kTileM / 2];
@@ -369,12 +517,13 @@ struct StreamingKernel {
     }
   }
 
+  /// Adds the products of a stage to `sums`, or begins them anew where they are promoted.
   CUTLASS_DEVICE static void multiply_stage(Shared const& shared, int32_t stage, Sums& sums) {
     using cute::GMMA::Major;
     constexpr bool kIsColumnMajor = kBLayout == BLayout::ColumnMajor;
-    using Mma = Wgmma<Element, Element, kTileM, kIsColumnMajor ? Major::K : Major::MN, Major::K>;
+    using Mma = Wgmma<ElementB, ElementA, kTileM, kIsColumnMajor ? Major::K : Major::MN, Major::K>;
     constexpr int kSteps = kSlabColumns / Mma::kDepth;
-    constexpr int kStepBytes = Mma::kDepth * int(sizeof(Element));
+    constexpr int kStepBytes = Mma::kDepth * int(sizeof(ElementA));
     // A slab of row-major B has 64 rows of K, of 64 columns each.
     constexpr int kStepBytesOfB = kIsColumnMajor ? kStepBytes : Mma::kDepth * kRowBytes;
     fence(sums);
@@ -389,7 +538,7 @@ struct StreamingKernel {
         for (int atom = 0; atom < kAtoms; ++atom) {
           uint64_t const b = wgmma_descriptor(
               shared.weight[stage] + (slab * kAtoms + atom) * kAtomBytes + step * kStepBytesOfB);
-          Mma::fma(sums[atom], b, a, 1);
+          Mma::fma(sums[atom], b, a, kPromotes && slab == 0 && step == 0 ? 0 : 1);
         }
       }
     }
@@ -398,37 +547,133 @@ struct StreamingKernel {
     fence(sums);
   }
 
+  /// Multiplies a stage of a packed weight. Its groups have sums of their own, which are all under
+  /// way before the first is awaited.
+  CUTLASS_DEVICE static void add_packed_stage(Shared const& shared, int32_t stage, Sums& sums) {
+    constexpr int kGroups = kIsPacked ? Types::kPackedGroups : 1;
+    auto const thread = int(threadIdx.x);
+    uint8_t const* const atom = shared.weight[stage];
+    typename Packed::Values values;
+    Packed::read(atom, thread, values);
+    float parts[kGroups][kTileM / 2] = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (auto& four : values) {
+      CUTLASS_PRAGMA_UNROLL
+      for (uint32_t& two : four) cute::warpgroup_fence_operand(two);
+    }
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < Packed::kSteps; ++step) {
+      constexpr int kOfSlab = Packed::kSteps / kSlabs;
+      uint8_t const* const a = shared.a[stage] + step / kOfSlab * kSlabBytesOfA +
+                               step % kOfSlab * 16 * int(sizeof(ElementA));
+      wgmma_of_registers<kTileM>(parts[step / Packed::kStepsOfGroup], values[step],
+                                 wgmma_descriptor(a), step % Packed::kStepsOfGroup == 0 ? 0 : 1);
+    }
+    cute::warpgroup_commit_batch();
+    float scales[kGroups][2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      scales[i / 2][i % 2] = Packed::scale(atom, i / 2, fragment_row(thread) + 8 * (i % 2));
+    }
+    cute::warpgroup_wait<0>();
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTileM / 2; ++i) {
+        cute::warpgroup_fence_operand(parts[group][i]);
+        sums[0][i] = fmaf(parts[group][i], scales[group][i / 2 % 2], sums[0][i]);
+      }
+    }
+    __syncwarp();  // one lane gives the stage back for all
+  }
+
+  /// Multiplies a stage and adds its products to `sums`: by `part`, times the scales of blocks
+  /// where there are any, if sums are promoted.
+  CUTLASS_DEVICE static void add_stage(Shared const& shared, int32_t stage, Sums& sums,
+                                       Sums& part) {
+    if constexpr (kIsPacked) {
+      add_packed_stage(shared, stage, sums);
+    } else if constexpr (!kPromotes) {
+      multiply_stage(shared, stage, sums);
+    } else {
+      multiply_stage(shared, stage, part);
+      if constexpr (kScalesBlocks) {
+        StageFactors<kTileM, kTileN, kScalesColumns> const factors(shared.scales[stage]);
+        __syncwarp();  // one lane gives the stage back for all
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kTileM / 2; ++i) {
+            sums[atom][i] = factors.times(sums[atom][i], part[atom][i], atom, i);
+          }
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kTileM / 2; ++i) sums[atom][i] += part[atom][i];
+        }
+      }
+    }
+  }
+
+  template <int kVariant>
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
+    constexpr bool kWarms = (kVariant & kWarmsEnd) != 0;
     if (has_cluster(params)) cluster_arrive();
     await_barriers(params);
     wait_for_previous_kernel();
     typename Sink::template Of<StreamingKernel> sink(params);
     Stage stage;
     uint32_t parity = 0;  // of the tile
-    for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
-      Tile const tile(params, place, block);
+    int32_t const first = place.cluster - (kWarms ? params.clusters : 0);
+    for (int32_t block = first; block < params.blocks; block += params.clusters) {
+      bool const is_real = !kWarms || block >= place.cluster;
+      Tile const tile(params, place, is_real ? block : place.cluster);
       Sums sums{};
+      [[maybe_unused]] Sums part{};
+      int32_t const k_end = is_real ? place.k_tiles.end : place.k_tiles.begin;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
+      for (int32_t k = place.k_tiles.begin; k < k_end; ++k, stage.advance()) {
         mbarrier_wait(&shared.full[stage.index], stage.phase);
-        multiply_stage(shared, stage.index, sums);
+        add_stage(shared, stage.index, sums, part);
         give_back(shared, place, stage.index);
       }
-      if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
-      send_sums(params, shared, place, tile, sums);
-      arrive_at_splits(params, place, &shared.sums_full);
+      if (block != first) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
+      if (sends_async<kVariant>(params)) {
+        if (threadIdx.x == 0) {
+          int32_t const rows = own_rows(params, place, tile) * params.splits.divisor;
+          mbarrier_arrive_expecting(&shared.sums_full,
+                                    uint32_t(rows) * kTileN * uint32_t(sizeof(float)));
+        }
+        send_sums<true>(params, shared, place, tile, sums);
+      } else {
+        send_sums<false>(params, shared, place, tile, sums);
+        arrive_at_splits(params, place, &shared.sums_full);
+      }
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
       if constexpr (Sink::kSends) {
         sink.send(shared, place, tile);
       } else {
-        add_up(params, shared, place, tile);
+        add_up(params, shared, place, tile, is_real);
       }
       if (block + params.clusters < params.blocks) {
-        arrive_at_splits(params, place, &shared.sums_empty);
+        if (sends_async<kVariant>(params)) {
+          say_sums_are_read(params, place, &shared.sums_empty);
+        } else {
+          arrive_at_splits(params, place, &shared.sums_empty);
+        }
       }
       parity ^= 1;
     }
     if constexpr (Sink::kSends) sink.take(place);
+  }
+
+  /// The rows of a tile that this CTA owns.
+  CUTLASS_DEVICE static int32_t own_rows(Params const& params, Place const& place,
+                                         Tile const& tile) {
+    return params.splits.divide(tile.rows.size() + params.splits.divisor - 1 - place.split);
   }
 
   /// Gives a stage back for a warp, in each CTA that shares the loads of A. Where none does, the
@@ -454,12 +699,22 @@ struct StreamingKernel {
     }
   }
 
+  /// Arrives for a warp that has read its sums, as a warp that has read a stage does: there is
+  /// nothing that the arrival would have to release.
+  CUTLASS_DEVICE static void say_sums_are_read(Params const& params, Place const& place,
+                                               uint64_t* barrier) {
+    __syncwarp();
+    int32_t const split = lane_id();
+    if (split < params.splits.divisor) mbarrier_arrive_in_cluster(barrier, place.rank_of(split));
+  }
+
   /// Where the owner of a row has its sums of one split; `of_owner`: the row's number among its.
   CUTLASS_DEVICE static int32_t sums_at(Params const& params, int32_t split, int32_t of_owner) {
     return (split * params.splits.divide(kTileM + params.splits.divisor - 1) + of_owner) *
            kSumPitch;
   }
 
+  template <bool kAsync>
   CUTLASS_DEVICE static void send_sums(Params const& params, Shared& shared, Place const& place,
                                        Tile const& tile, Sums const& sums) {
     auto const thread = int32_t(threadIdx.x);
@@ -470,16 +725,19 @@ struct StreamingKernel {
       float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row)) +
                             fragment_row(thread);
       // What a CTA keeps goes by plain stores, which its own arrival releases.
-      bool const stays = params.splits.divisor == 1;
-      uint32_t const to =
-          stays ? 0 : address_in_cluster(of_row, place.rank_of(params.splits.remainder(row)));
+      bool const stays = !kAsync && params.splits.divisor == 1;
+      int32_t const owner = stays ? 0 : place.rank_of(params.splits.remainder(row));
+      uint32_t const to = stays ? 0 : address_in_cluster(of_row, owner);
+      uint32_t const completes = kAsync ? address_in_cluster(&shared.sums_full, owner) : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < kAtoms; ++atom) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
           int const at = atom * kStreamedColumns + 8 * half;
           float const sum = sums[atom][4 * (i / 2) + 2 * half + i % 2];
-          if (stays) {
+          if constexpr (kAsync) {
+            store_and_complete_in_cluster(to + uint32_t(at) * sizeof(float), sum, completes);
+          } else if (stays) {
             of_row[at] = sum;
           } else {
             store_in_cluster(to + uint32_t(at) * sizeof(float), sum);
@@ -489,44 +747,86 @@ struct StreamingKernel {
     }
   }
 
-  /// Adds up this CTA's share of a tile and stores it.
+  /// The sum over the splits of neighbouring columns of a row.
+  CUTLASS_DEVICE static Floats<kAlignment> sum_of_splits(Params const& params, Shared const& shared,
+                                                         int32_t of_owner, int32_t column) {
+    Floats<kAlignment> sum;
+    sum.clear();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t split = 0; split < params.splits.divisor; ++split) {
+      float const* const from = shared.sums + sums_at(params, split, of_owner) + column;
+      auto const parts =
+          *reinterpret_cast<cutlass::AlignedArray<float, kAlignment, 16> const*>(from);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
+    }
+    return sum;
+  }
+
+  /// Adds up this CTA's share of a tile and stores it, if `stores`.
   CUTLASS_DEVICE static void add_up(Params const& params, Shared const& shared, Place const& place,
-                                    Tile const& tile) {
-    constexpr int kPieces = kTileN / kAlignment;  // of a row
+                                    Tile const& tile, bool stores) {
+    constexpr int kPieces = kOutColumns / kAlignment;  // of a row
+    Weight const& weight = params.weights[tile.weight];
     int32_t const splits = params.splits.divisor;
-    int32_t const rows = params.splits.divide(tile.rows.size() + splits - 1 - place.split);
+    int32_t const rows = own_rows(params, place, tile);
     for (int32_t i = int32_t(threadIdx.x); i < rows * kPieces;
          i += kMultiplyingWarps * cutlass::NumThreadsPerWarp) {
       int32_t const of_owner = i / kPieces;
-      int32_t const column = tile.column + i % kPieces * kAlignment;
-      if (column >= params.n) continue;
+      int32_t const in_tile = i % kPieces * kAlignment;
+      int32_t const column = tile.column + in_tile;
+      if (column >= weight.n) continue;
       int32_t const row = tile.rows.begin + of_owner * splits + place.split;
-      Floats<kAlignment> sum;
-      sum.clear();
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t split = 0; split < splits; ++split) {
-        float const* const from =
-            shared.sums + sums_at(params, split, of_owner) + i % kPieces * kAlignment;
-        auto const parts =
-            *reinterpret_cast<cutlass::AlignedArray<float, kAlignment, 16> const*>(from);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kAlignment; ++j) sum[j] = split == 0 ? parts[j] : sum[j] + parts[j];
+      auto const sum = sum_of_splits(params, shared, of_owner, in_tile);
+      Element* const to = weight.out + int64_t(row) * weight.n + column;
+      cutlass::AlignedArray<Element, kAlignment> found;
+      if constexpr (kIsGated) {
+        auto const up = sum_of_splits(params, shared, of_owner, kOutColumns + in_tile);
+        found = gated(weight.epilogue, column, sum, up);
+      } else {
+        auto const of_row = Policy::row(weight.epilogue, row);
+        if constexpr (Policy::kScaled) {
+          RowScaleArgs const& scales = weight.epilogue.row_scales;
+          if (stores && scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
+        }
+        found = Policy::apply(weight.epilogue, of_row, column, sum);
       }
-      auto const stored =
-          Policy::apply(params.epilogue, Policy::row(params.epilogue, row), column, sum);
-      constexpr int kColumnsPerOut = Policy::kColumnsPerOut;
-      Element* const to =
-          params.out + int64_t(row) * (params.n / kColumnsPerOut) + column / kColumnsPerOut;
-      *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment / kColumnsPerOut>*>(to) = stored;
+      if (stores) *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to) = found;
     }
+  }
+
+  CUTLASS_DEVICE static Floats<kAlignment> with_bias(Floats<kAlignment> const& sums,
+                                                     Element const* bias, int32_t column) {
+    if (bias == nullptr) return sums;
+    auto const added =
+        *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment> const*>(bias + column);
+    Floats<kAlignment> found;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAlignment; ++i) found[i] = sums[i] + float(added[i]);
+    return found;
+  }
+
+  /// The columns of out that come of the sums of gate and up.
+  CUTLASS_DEVICE static auto gated(typename Policy::Args const& args, int32_t column,
+                                   Floats<kAlignment> gate, Floats<kAlignment> up) {
+    gate = with_bias(gate, args.bias, column);
+    up = with_bias(up, args.bias_up, column);
+    cutlass::AlignedArray<Element, kAlignment> out;
+    with_activation(args.activation, [&](auto function) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAlignment; ++i) {
+        out[i] = Element(Policy::Math::finish(gate[i], up[i], function));
+      }
+    });
+    return out;
   }
 };
 
-template <class Kernel>
+template <class Kernel, int kVariant>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     streaming_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char streaming_memory[];
-  Kernel::run(params, streaming_memory);
+  Kernel::template run<kVariant>(params, streaming_memory);
 }
 
 }  // namespace agmm
