@@ -455,8 +455,6 @@ void scaled_push() {
   };
   refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::CopyEnginePull; },
           "transport: found pull for fp8, wanted push");
-  refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::SmPush; },
-          "transport: found SM push for fp8, wanted push");
   refused([](agmm::Gather& g, agmm::Weight&) { g.scales = nullptr; }, "scale_a: found null");
   refused([](agmm::Gather&, agmm::Weight& w) { w.scales = nullptr; }, "scale_b: found null");
   refused([](agmm::Gather& g, agmm::Weight&) { g.k = kColumns + 8; },
@@ -469,6 +467,25 @@ void scaled_push() {
           "scale_a: found 1 for a row, wanted 2");
   // The shards with their scales no longer fit.
   refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
+
+  // A matmul pushes scales with its shard, and a kernel behind all matmuls gives the slot back.
+  gather.transport = Transport::SmPush;
+  gather.push.parts = 4;
+  gather.push.chunk_columns = 128;
+  state().operations.clear();
+  state().launched.clear();
+  (*workspace.op)(gather, weights, kStream);
+  int releases = 0;
+  for (fake::Operation const& operation : state().operations) {
+    releases += operation.name == "release" ? 1 : 0;
+  }
+  check(releases == 1, "kernels that give the slot back");
+  check(state().launched.size() == 2, "matmuls of SM push");
+  for (std::size_t i = 0; i < 2; ++i) {
+    agmm::CallSpec const& call = state().launched[i];
+    check((call.push.scales == scale_a) == (i == 0), "pushed scales");
+    check(call.release.signals == nullptr, "the matmul gives the slot back");
+  }
 }
 
 /// The order is chunk after chunk where not all tiles are computed at once.

@@ -18,6 +18,7 @@
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "sync/signals.hpp"
+#include "transport/release.hpp"
 #include "transport/row_dispatch.hpp"
 #include "transport/stage.hpp"
 
@@ -424,6 +425,11 @@ std::array<KernelEntry, 4> const kPackedKernels{};
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
+}
+
+cudaError_t prepare_release() { return cudaSuccess; }
+cudaError_t launch_release(Release const&, cudaStream_t stream) {
+  return fake::enqueue("release", stream);
 }
 
 cudaError_t prepare_combine() { return cudaSuccess; }
