@@ -30,8 +30,9 @@ struct StreamingInstance {
   using Params = typename Kernel::Params;
   static_assert(kSchedule == Schedule::Streaming && TileK == kStreamedK && ClusterM == 1);
   static_assert(alignof(Params) <= kParamsAlignment);
-  /// A test build has variants of the kernels of one weight that sum over no ranks.
-  static constexpr int kVariants = kSums || kMostWeights > 1 ? 1 : kStreamingVariants;
+  /// A test build has variants of the kernels of one weight that sum over no ranks and unpack none.
+  static constexpr bool kHasVariants = !kSums && kMostWeights == 1 && !Kernel::kIsPacked;
+  static constexpr int kVariants = kHasVariants ? kStreamingVariants : 1;
   static constexpr KernelFacts kFacts =
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule}, kDType<Element_>, kBLayout,
                kAccumulation, kEpilogue);
