@@ -25,6 +25,7 @@ from agmm.planning.cost_model.collectives import margin_name
 from agmm.planning.plans import KernelConfig
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.transports import SmPush
 from benchmarks.descent import (
     FITTED,
     Call,
@@ -201,6 +202,8 @@ def fit(products: Sequence[Product], start: Constants, steps: int) -> Constants:
         if getattr(start, name) in (0.0, False, gpu_constants.NEVER_US)
         or name == "small_reduce_scatter_gb_per_s"
     }
+    plans = {plan for product in products for plan in product.times}
+    begin["sends_scales"] = any(isinstance(plan.transport, SmPush) for plan in plans)
     constants = gpu_constants.with_changes(start, begin)
     for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
         of_op = [product for product in products if product.problem.op == op]

@@ -33,15 +33,16 @@ struct RowDispatch {
   void* gathered = nullptr;             // the tokens of all ranks, or null
   uint32_t* arrived = nullptr;          // [ranks * experts]: RowArrival's words
   int32_t* begins = nullptr;            // [experts * ranks]: RowArrival's first rows
-  int32_t ctas = 0;                     // that bring rows; 0: kDispatchCtas
+  int32_t ctas = 0;                     // that bring rows; 0: as many as usual
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
 };
 
 /// The most choices of a token: a lane of a warp looks after each.
 constexpr int32_t kMostChoices = 32;
-/// The CTAs that bring rows where the caller says nothing. Each has 4 KiB under way for each of its
-/// 24 warps, so that 16 have 1.5 MiB, about twice latency times bandwidth of NVLink. The matmul has
-/// as many multiprocessors less. A choice, not measured.
+/// The CTAs that bring few rows, or rows without a matmul, where the caller says nothing; many rows
+/// have fewer or more of them, by the time that their matmul takes. Each has 4 KiB under way for
+/// each of its 24 warps, so that 16 have 1.5 MiB, about twice latency times bandwidth of NVLink.
+/// The matmul has as many multiprocessors less.
 constexpr int32_t kDispatchCtas = 16;
 
 /// Dispatches of one workspace: symmetric memory of a group of ranks. Safe to call from several

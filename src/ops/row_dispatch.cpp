@@ -1,6 +1,7 @@
 #include "agmm/row_dispatch.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <set>
 #include <string>
@@ -28,6 +29,29 @@ std::string described(RowDispatch const& call) {
   return "dispatch(" + counts + "tokens of " + std::to_string(call.row_bytes) + " bytes)";
 }
 
+/// What follows makes a dispatch take about a quarter of its matmul, so that few rows come late,
+/// and no multiprocessor more than that is away from the matmul. With up to kFewRows rows of each
+/// expert, which are latency, it is the usual number. All are choices among what two H200 took
+/// with 4 to 32 CTAs (benchmarks/dispatch.py), where a CTA wrote 38 to 50 GB/s.
+constexpr double kBytesPerUs = 40e3;   // that a CTA writes
+constexpr double kFlopsPerUs = 650e6;  // of a matmul with many rows
+constexpr double kShareOfMatmul = 0.25;
+constexpr int32_t kFewRows = 64;
+constexpr double kFewestCtas = 4;
+constexpr double kMostCtas = 24;
+
+/// The CTAs that bring rows beside the matmul that takes them as they come, if experts are used
+/// alike.
+int32_t usual_ctas(RowDispatch const& call, int32_t world_size, GroupedMatmul const* matmul) {
+  int64_t const chosen = int64_t(total(call.counts)) * call.choices / world_size;
+  int64_t const rows = std::min<int64_t>(chosen, call.capacity);
+  if (matmul == nullptr || rows <= int64_t(kFewRows) * call.experts) return kDispatchCtas;
+  int const weights = matmul->epilogue == Epilogue::Gate ? 2 : 1;
+  double const flops_of_row = 2.0 * weights * matmul->out_columns * matmul->k;
+  double const bytes_per_us = double(call.row_bytes) * kFlopsPerUs / flops_of_row / kShareOfMatmul;
+  return int32_t(std::clamp(std::ceil(bytes_per_us / kBytesPerUs), kFewestCtas, kMostCtas));
+}
+
 /// What the ranks have to agree on. How many rows of a token there are does not matter to the rank
 /// that offers it.
 uint32_t tag_of(RowDispatch const& call) {
@@ -48,8 +72,8 @@ struct RowDispatcher::Impl {
   int world_size() const { return static_cast<int>(bases.size()); }
   void check(RowDispatch const& call) const;
   /// An even number where CTAs come in pairs.
-  int ctas_of(RowDispatch const& call) const {
-    int const wanted = call.ctas > 0 ? call.ctas : kDispatchCtas;
+  int ctas_of(RowDispatch const& call, GroupedMatmul const* matmul) const {
+    int const wanted = call.ctas > 0 ? call.ctas : usual_ctas(call, world_size(), matmul);
     int const ctas = std::clamp(wanted, 1, std::max(1, sm_count / 2));
     return in_pairs ? std::max(2, ctas / 2 * 2) : ctas;
   }
@@ -129,7 +153,7 @@ GroupedMatmul RowDispatcher::Impl::with_rows(GroupedMatmul args, RowDispatch con
   if (is_first) {
     args.arrival = {call.arrived, call.begins, world_size(), rank, rank, call.limit_ns};
     args.starts_early = true;
-    args.sm_count -= ctas_of(call);
+    args.sm_count -= ctas_of(call, &args);
   }
   return args;
 }
@@ -167,7 +191,8 @@ bool RowDispatcher::operator()(RowDispatch const& call, std::vector<GroupedMatmu
     }
     if (impl_->noted.insert(tag).second) note_call(tag, described(call));
     DispatchArgs const args = impl_->args_of(call, tag);
-    return [this, args, prepared, ctas = impl_->ctas_of(call)](cudaStream_t on) {
+    int const ctas = impl_->ctas_of(call, matmuls.empty() ? nullptr : &matmuls.front());
+    return [this, args, prepared, ctas](cudaStream_t on) {
       AGMM_CHECK_CUDA(launch_offer(args, impl_->sm_count, on));
       // No event or other work stands between the dispatch and the matmul that starts early.
       AGMM_CHECK_CUDA(launch_dispatch(args, ctas, impl_->in_pairs, on));

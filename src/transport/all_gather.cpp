@@ -78,7 +78,7 @@ Gathered AllGather::next(GatherRequest const& request) const {
   GatherTransport const& transport = transport_of(gather.transport);
   if (is_fp8(gather.dtype) && !transport.carries_scales()) {
     throw std::invalid_argument(std::string("transport: found ") + transport.name() +
-                                " for fp8, wanted push");
+                                " for fp8, wanted push or SM push");
   }
   std::size_t const bytes =
       std::size_t(world_size()) * (request.shard_bytes() + request.scale_bytes());

@@ -233,12 +233,17 @@ RUNS_OF = {"compiled": 10}
 RUNS = [(feature, run) for feature in FEATURES for run in range(RUNS_OF.get(feature, 1))]
 
 
+NOT_BY_COPIES = {"agmm.matmul_all_reduce_rms_norm"}
+"""The ops whose ``config`` names no portable path."""
+
+
 def by_copies(calls: list[Call]) -> list[Call]:
     """The calls that can name the portable path, each naming it, once."""
     found = {}
     for call in calls:
         function = every_op.op_named(call.op)
         has_it = inspect.isfunction(function) and "config" in inspect.signature(function).parameters
+        has_it = has_it and call.op not in NOT_BY_COPIES
         # These are refused with any config.
         refused = {"quantize", "batch_invariant"} & {*call.settings}
         packed = any(isinstance(each, agmm.Packed4BitWeight) for each in tree_leaves(call.operands))

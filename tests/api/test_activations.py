@@ -27,7 +27,7 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
-from agmm.ops.quantized_gates import _Plain as _QuantisedPlain
+from agmm.ops.quantized_gates import QuantisingGather
 from agmm.planning import built_kernels, call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.planner import Planner
@@ -560,7 +560,7 @@ def _with_fp8_results(op: str, form: str, epilogue: str = "bias", layout: str = 
     return default_kernels(op, "bfloat16", "gate", layout) if is_there else ()
 
 
-class _QuantisingOnCuda(_QuantisedPlain):
+class _QuantisingOnCuda(QuantisingGather):
     """A call of a kernel whose result is fp8, with what a kernel would be given as its scales."""
 
     def __init__(self, *given: Any) -> None:
@@ -600,7 +600,7 @@ def test_a_kernel_quantises_gated_results(
 ) -> None:
     monkeypatch.setattr(built_kernels, "kernels_of", _with_fp8_results)
     monkeypatch.setattr(quantized_gates, "is_for_kernel", lambda *_: True)
-    monkeypatch.setattr(quantized_gates, "_Plain", _QuantisingOnCuda)
+    monkeypatch.setattr(quantized_gates, "QuantisingGather", _QuantisingOnCuda)
     monkeypatch.setattr(kept, "kind_on_gpu", lambda *given: ("quantised", kind, columns, by_column))
     weight = torch.ones(columns, 64).t()
     Bs = [weight if by_column else weight.contiguous()] * 2

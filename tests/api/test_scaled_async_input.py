@@ -217,7 +217,7 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     core: mock.Mock, monkeypatch: pytest.MonkeyPatch, chunks: int, across: bool
 ) -> None:
     large = Problem(300, 28672, 16384, format="float8_e4m3fn_float8_e4m3fn fast")
-    monkeypatch.setattr(fp8_operands, "problem_of", lambda *given: large)
+    monkeypatch.setattr(fp8_operands, "problem_of", lambda *given, **more: large)
     chosen = mock.Mock(fused_plan=lambda problem: Plan("push", CONFIG))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
     given = call(a_chunk_signals=torch.ones(chunks, dtype=torch.uint32))

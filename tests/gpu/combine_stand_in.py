@@ -22,7 +22,7 @@ from agmm.ops import grouped_kernel
 from agmm.ops.grouped_scatter import by_token
 from agmm.ops.routing import rows_of
 
-SLOT_BYTES = 16 << 20
+SLOT_BYTES = 96 << 20
 LIMIT_S = "10"
 IN_A_ROW = 6
 """Calls of a rank with nothing between, enqueued rank by rank, so that ranks get ahead."""

@@ -25,7 +25,9 @@ from scatter_gpu_work import expected
 
 import agmm
 from agmm.ops import fp8_operands, scaled_products
-from agmm.planning import call_plans
+from agmm.planning import call_plans, formats
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import LocalShape
 from agmm.runtime.scaling import BLOCK
 from agmm.testing.reference import allowed_error, relative_error
@@ -131,6 +133,18 @@ def _fault(
     return [] if error <= allowed else [f"{label}: error {error:.3g}, allowed {allowed:.3g}"]
 
 
+def config_by(transport: str, scaling: str, fast_accum: bool, return_A: bool) -> str:
+    """A kernel of the build for the scales, which can store A if it is returned, by a transport."""
+    usual = "fast" if fast_accum else "slow"
+    accumulation = {"block": "block", "block 1x128": "block_1x128"}.get(scaling, usual)
+    operands = "float8_e4m3fn_float8_e4m3fn"
+    built = kernels_of(ALL_GATHER_MATMUL, formats.fp8_name(operands, accumulation))
+    for kernel in built:
+        if kernel.can_push and not kernel.swapped and (not return_A or "column" in kernel.stores_A):
+            return f"{kernel.name}/{transport}"
+    raise LookupError(f"found no kernel for {scaling} among {len(built)}")
+
+
 def gathered(
     world_size: int,
     shapes: list[LocalShape],
@@ -140,11 +154,14 @@ def gathered(
     weights: int,
     return_A: bool,
     config: str | None = None,
+    transport: str | None = None,
 ) -> Faults:
     """Faults of `agmm.all_gather_scaled_matmul`, in words."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
+    if transport is not None:
+        config = config_by(transport, scaling, fast_accum, return_A)
     rank = dist.get_rank(group)
     faults: list[str] = []
     op: Callable[..., Any] = agmm.all_gather_scaled_matmul
@@ -208,12 +225,13 @@ def gathered_as_tuned(world_size: int, cases: list[tuple[Any, ...]]) -> Faults:
     return faults
 
 
-def back_to_back(world_size: int, scaling: str, count: int, config: str | None = None) -> Faults:
+def back_to_back(world_size: int, scaling: str, count: int, transport: str | None) -> Faults:
     """Calls whose data changes every time, in fp8 and bfloat16, eager and replayed in turn; those
-    in fp8 by the config and as planned."""
+    in fp8 by the transport."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
+    config = None if transport is None else config_by(transport, scaling, False, False)
     rank = dist.get_rank(group)
     rows = 200  # tiles are shared by two ranks
     everything = operands(scaling, world_size * rows, 272, 528, (E4M3, E4M3), 0)
@@ -224,11 +242,11 @@ def back_to_back(world_size: int, scaling: str, count: int, config: str | None =
     other: Callable[..., Any] = agmm.all_gather_matmul
     push = config_of("push")
 
-    def call(config: str | None = config) -> torch.Tensor:
+    def call() -> torch.Tensor:
         out: torch.Tensor = op(A, own.B, scale_a, own.scale_b, group, config=config, strict=True)
         return out
 
-    wanted = call(None).clone()
+    wanted = call().clone()  # by the same kernel, since another one may round otherwise
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -252,7 +270,7 @@ def back_to_back(world_size: int, scaling: str, count: int, config: str | None =
             out = replayed
         else:
             other(A.view(torch.uint8).to(torch.bfloat16), weight, group, config=push, strict=True)
-            out = call(None if step % 2 else config)
+            out = call()
         wrong += (out != wanted * factor).sum()
     count_wrong = int(wrong)
     return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]

@@ -425,7 +425,7 @@ def test_gather_by_the_matmuls_warps(
     ]
     for fast_accum in (True, False):
         for return_A in (True, False):
-            arguments = shapes, scaling, (E4M3, E4M3), fast_accum, 1, return_A, transport
+            arguments = shapes, scaling, (E4M3, E4M3), fast_accum, 1, return_A, None, transport
             check(gpu_pool.run(scaled_gpu_work.gathered, world_size, *arguments), world_size)
 
 
@@ -471,14 +471,15 @@ def test_every_kernel_behind_a_gather(
         check(pool.run(scaled_gpu_work.gathered_as_tuned, world_size, cases), world_size)
 
 
-@pytest.mark.parametrize("config", [None, "sm8x64"])
+@pytest.mark.parametrize("transport", [None, "sm8x64"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_calls_back_to_back(
-    gpu_pool: RankPool, world_size: int, scaling: str, config: str | None
+    gpu_pool: RankPool, world_size: int, scaling: str, transport: str | None
 ) -> None:
     """Eager and replayed, mixed with calls in bfloat16 on the same slots; ranks are delayed."""
-    check(gpu_pool.run(scaled_gpu_work.back_to_back, world_size, scaling, 300, config), world_size)
+    arguments = world_size, scaling, 300, transport
+    check(gpu_pool.run(scaled_gpu_work.back_to_back, *arguments), world_size)
 
 
 SCATTER_SHAPES = [

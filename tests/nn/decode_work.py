@@ -79,7 +79,8 @@ def against_whole(world_size: int, bias: bool) -> list[str] | None:
     whole = Whole(bias)
     sharded, faults = Sharded(whole, bias, group), []
 
-    def check(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    def check(name: str, found: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
+        assert found is not None and wanted is not None, name
         error = relative_error(found.detach(), wanted.detach())
         if not (found.shape == wanted.shape and error < _LIMIT):
             faults.append(f"{name}: {found.shape} for {wanted.shape}, off by {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -83,6 +83,7 @@ class SharedSlots:
 
     def __init__(self, group: dist.ProcessGroup, count: int, slot_bytes: int) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.ring: Sequence[int] = range(self.world_size)
         self._group = group
         word = [torch.initial_seed() if self.rank == 0 else 0, id(self)]
         dist.broadcast_object_list(word, group=group, group_src=0)

@@ -109,13 +109,11 @@ def problem_of(
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
-    dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
-    wanted = cuda_scaled.accumulation_of(A, weight)
-    assert wanted is not None  # else it is illegal
+    dtype, accumulation = _wanted(A, weight)
     of_kernel = PLAIN if epilogue is None else epilogue.kernel
-    name = built_kernels.format_served(op, dtype, wanted.name, epilogue=of_kernel)
+    name = built_kernels.format_served(op, dtype, accumulation, epilogue=of_kernel)
     if not built_kernels.kernels_of(op, name, of_kernel):
-        return f"fp8: found {dtype} {wanted.name}, wanted what this build has a kernel for"
+        return f"fp8: found {dtype} {accumulation}, wanted what this build has a kernel for"
     n = weight.B.values.shape[1]
     return call_plans.problem_of(
         (m, 2 * n if epilogue is not None and epilogue.is_gated else n, A.values.shape[1]),
@@ -128,15 +126,23 @@ def problem_of(
     )
 
 
+def _wanted(A: Scaled, weight: Weight) -> tuple[str, str]:
+    """The names of the element types and of the accumulation that a legal product wants."""
+    wanted = cuda_scaled.accumulation_of(A, weight)
+    assert wanted is not None  # else it is illegal
+    return cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype), wanted.name
+
+
 def kernel_of(
     A: Scaled,
     weight: Weight,
-    problem: Problem,
+    problem: Problem | str,
     config: KernelConfig,
     epilogue: Epilogue | None = None,
 ) -> Kernel:
-    """What the core is told of a product whose problem is `problem_of`'s."""
-    accumulation = Accumulation.__members__[formats.of(problem.format).accumulation]
+    """What the core is told of a product whose problem is `problem_of`'s, or has that format."""
+    name = problem if isinstance(problem, str) else problem.format
+    accumulation = Accumulation.__members__[formats.of(name).accumulation]
     kernel = cuda_scaled.kernel_of(A, weight, config.core, accumulation)
     return kernel if epilogue is None else _with(kernel, epilogue)
 
@@ -169,17 +175,23 @@ def ready_matmul_of(
     reason = why_no_kernel(A.values.device) or cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         raise InvalidArgument(reason)
-    problem = problem_of(A, weight, A.values.shape[0], epilogue=epilogue)
-    if isinstance(problem, str):
-        raise InvalidArgument(problem)
-    if config is None:
+    if config is not None:
+        of_kernel = PLAIN if epilogue is None else epilogue.kernel
+        name = built_kernels.format_served(
+            ALL_GATHER_MATMUL, *_wanted(A, weight), epilogue=of_kernel
+        )
+        kernel = kernel_of(A, weight, name, config, epilogue)
+    else:
+        problem = problem_of(A, weight, A.values.shape[0], epilogue=epilogue)
+        if isinstance(problem, str):
+            raise InvalidArgument(problem)
         if sm_count:
             problem = replace(problem, sm_count=sm_count)
         chosen = call_plans.planner(None, A.values.device).fused_plan(problem).kernel
         assert chosen is not None
         chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-        config = heuristics.across_chunks(problem, chosen, chunks)
-    kernel = kernel_of(A, weight, problem, config, epilogue)
+        chosen = heuristics.across_chunks(problem, chosen, chunks)
+        kernel = kernel_of(A, weight, problem, chosen, epilogue)
     return ready_matmul(
         A.values, weight.B.values, a_chunk_signals, pivot, kernel, sm_count=sm_count, up=up
     )

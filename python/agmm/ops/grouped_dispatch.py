@@ -112,7 +112,7 @@ def dispatched(
         x.new_empty(sum(counts), x.shape[1]) if gathers else None,
         wanted.tokens.new_empty(2, len(counts) * experts),
     )
-    plan = _matmuls_of(room.rows, made)
+    plan = matmuls_of(room.rows, made)
     workspace = dispatch_workspace(group, x.device)
     if plan is None:
         workspace.dispatch(x, counts, wanted, room)
@@ -173,7 +173,7 @@ def combined(
     return out
 
 
-def _matmuls_of(
+def matmuls_of(
     rows: torch.Tensor, made: Multiplied
 ) -> tuple[list[grouped_kernel.Described], bool] | None:
     """The calls of kernels that multiply the rows, and whether the epilogue is still to be composed

@@ -71,12 +71,12 @@ class _Other(NamedTuple):
         return self.ready(*operands[: self.operands])
 
 
-class _Plain(_Quantising, PlainGather):
-    pass
+class QuantisingGather(_Quantising, PlainGather):
+    """A gated product of operands without scales, whose kernel quantises."""
 
 
-class _Fp8(_Quantising, Fp8Gather):
-    pass
+class QuantisingFp8Gather(_Quantising, Fp8Gather):
+    """A gated product of fp8 operands, whose kernel quantises."""
 
 
 def _by_kernel(asked: Asked, given: tuple[Any, ...], call_of: Callable[..., Any]) -> Any:
@@ -123,7 +123,7 @@ def gather(asked: Asked, A_shard: Any, Bs: Any, bias: Any) -> Any:
     given = A_shard, list(Bs), list(bias) if isinstance(bias, (list, tuple)) else [None, None]
 
     def call_of(group: dist.ProcessGroup, settings: GatherSettings) -> GatherCall:
-        return _Plain(*given, group, settings)
+        return QuantisingGather(*given, group, settings)
 
     return _by_kernel(asked, given, call_of)
 
@@ -144,6 +144,6 @@ def scaled_gather(asked: Asked, operands: tuple[Any, ...], bias: Any) -> Any:
     weights = Fp8Weights(given[1], given[4], biases, [None, None], *more)
 
     def call_of(group: dist.ProcessGroup, settings: GatherSettings) -> GatherCall:
-        return _Fp8(A_shard, scale_a, weights, group, settings)
+        return QuantisingFp8Gather(A_shard, scale_a, weights, group, settings)
 
     return _by_kernel(asked, given, call_of)

@@ -379,8 +379,6 @@ void duties() {
   }
 }
 
-/// In fp8 scales are sent before the signal of their shard, and the slot is given back behind the
-/// matmuls, whose epilogues read scales until they end.
 /// What a rank is told of its own call where another rank's differs.
 void check_name(agmm::CallSpec const& call, std::string const& wanted) {
   uint32_t const tag = call.matmul.arrival.ready_value;
@@ -394,6 +392,9 @@ void names() {
   check_name(state().launched.back(), "all_gather_matmul(A_shard [128, 256] ");
 }
 
+/// In fp8 scales are sent before the signal of their shard, and the slot is given back behind the
+/// matmuls, whose epilogues read scales until they end: by a batch, or by a kernel where the
+/// matmuls send the shard.
 void scaled_push() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
   Workspace const workspace;
@@ -403,6 +404,8 @@ void scaled_push() {
   gather.a_out = tensors + (1 << 18);
   gather.rows = kRows;
   gather.k = kColumns;
+  gather.push.parts = 4;
+  gather.push.chunk_columns = 64;
   gather.dtype = agmm::DType::E4M3;
   gather.scales = scale_a;
   gather.scales_out = scale_a + 1024;
@@ -416,31 +419,41 @@ void scaled_push() {
   weight.scale_per_column = true;
   weight.accumulation = agmm::Accumulation::Slow;
   std::vector<agmm::Weight> const weights(2, weight);
-  state().operations.clear();
-  state().launched.clear();
-  (*workspace.op)(gather, weights, kStream);
+  for (bool const is_sm_push : {true, false}) {
+    gather.transport = is_sm_push ? Transport::SmPush : Transport::CopyEnginePush;
+    state().operations.clear();
+    state().launched.clear();
+    (*workspace.op)(gather, weights, kStream);
 
-  std::string copies, main;
-  for (fake::Operation const& operation : state().operations) {
-    if (operation.name == "record" || operation.name == "wait") continue;
-    (operation.stream == kStream ? main : copies) += operation.name + " ";
-  }
-  check(copies == "batch copy copy write copy copy write copy copy batch ", "copies: " + copies);
-  check(main == "kernel kernel batch ", "main: " + main);
-  check(state().launched.size() == 2, "matmuls");
-  check_name(state().launched[0], "all_gather_scaled_matmul(A_shard [128, 256] ");
-  for (std::size_t i = 0; i < 2; ++i) {
-    agmm::CallSpec const& call = state().launched[i];
-    agmm::Operands const& operands = call.matmul.operands;
-    agmm::Scales const& scales = operands.scales;
-    check(call.release.signals == nullptr, "the matmul gives the slot back");
-    check(reinterpret_cast<char const*>(scales.a) ==
-              static_cast<char const*>(operands.a) + kRanks * kRows * kColumns,
-          "gathered scales");
-    check(scales.a_per_row && scales.b_per_column && scales.b == weight.scales, "scales");
-    check(scales.a_local == scale_a && operands.local_begin == kRows, "own scales");
-    check((scales.a_out != nullptr) == (i == 0), "scales_out");
-    check(call.matmul.problem.accumulation == agmm::Accumulation::Slow, "accumulation");
+    std::string copies, main;
+    for (fake::Operation const& operation : state().operations) {
+      if (operation.name == "record" || operation.name == "wait") continue;
+      (operation.stream == kStream ? main : copies) += operation.name + " ";
+    }
+    char const* const by_engines = "batch copy copy write copy copy write copy copy batch ";
+    check(copies == (is_sm_push ? "" : by_engines), "copies: " + copies);
+    check(main == (is_sm_push ? "kernel kernel release " : "kernel kernel batch "),
+          "main: " + main);
+    check(state().launched.size() == 2, "matmuls");
+    check_name(state().launched[0], "all_gather_scaled_matmul(A_shard [128, 256] ");
+    for (std::size_t i = 0; i < 2; ++i) {
+      agmm::CallSpec const& call = state().launched[i];
+      agmm::Operands const& operands = call.matmul.operands;
+      agmm::Scales const& scales = operands.scales;
+      check(call.release.signals == nullptr, "the matmul gives the slot back");
+      check(reinterpret_cast<char const*>(scales.a) ==
+                static_cast<char const*>(operands.a) + kRanks * kRows * kColumns,
+            "gathered scales");
+      check(scales.a_per_row && scales.b_per_column && scales.b == weight.scales, "scales");
+      check(scales.a_local == scale_a && operands.local_begin == kRows, "own scales");
+      check((scales.a_out != nullptr) == (i == 0), "scales_out");
+      check(call.matmul.problem.accumulation == agmm::Accumulation::Slow, "accumulation");
+      bool const sends = is_sm_push && i == 0;
+      check(call.push.scales == (sends ? scale_a : nullptr), "scales to send");
+      check(call.push.scales_behind ==
+                (sends ? (kRanks - 1) * kRows * kColumns + kRows * int64_t(sizeof(float)) : 0),
+            "where scales go, from this rank's shard");
+    }
   }
 
   auto const refusal = [&](std::function<void(agmm::Gather&, agmm::Weight&)> const& change) {
@@ -454,11 +467,17 @@ void scaled_push() {
     check(has(error, wanted), error + "; wanted " + wanted);
   };
   refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::CopyEnginePull; },
-          "transport: found pull for fp8, wanted push");
+          "transport: found pull for fp8, wanted push or SM push");
   refused([](agmm::Gather& g, agmm::Weight&) { g.scales = nullptr; }, "scale_a: found null");
   refused([](agmm::Gather&, agmm::Weight& w) { w.scales = nullptr; }, "scale_b: found null");
-  refused([](agmm::Gather& g, agmm::Weight&) { g.k = kColumns + 8; },
-          "A: found K=264, wanted a multiple of 16");
+  for (Transport const transport : {Transport::CopyEnginePush, Transport::SmPush}) {
+    refused(
+        [&](agmm::Gather& g, agmm::Weight&) {
+          g.transport = transport;
+          g.k = kColumns + 8;
+        },
+        "A: found K=264, wanted a multiple of 16");
+  }
   refused([](agmm::Gather&, agmm::Weight& w) { w.accumulation = agmm::Accumulation::Fast; },
           "512x136x256 e4m3 B col fast");
   refused([](agmm::Gather& g, agmm::Weight&) { g.scale_columns = 2; },
@@ -467,25 +486,6 @@ void scaled_push() {
           "scale_a: found 1 for a row, wanted 2");
   // The shards with their scales no longer fit.
   refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
-
-  // A matmul pushes scales with its shard, and a kernel behind all matmuls gives the slot back.
-  gather.transport = Transport::SmPush;
-  gather.push.parts = 4;
-  gather.push.chunk_columns = 128;
-  state().operations.clear();
-  state().launched.clear();
-  (*workspace.op)(gather, weights, kStream);
-  int releases = 0;
-  for (fake::Operation const& operation : state().operations) {
-    releases += operation.name == "release" ? 1 : 0;
-  }
-  check(releases == 1, "kernels that give the slot back");
-  check(state().launched.size() == 2, "matmuls of SM push");
-  for (std::size_t i = 0; i < 2; ++i) {
-    agmm::CallSpec const& call = state().launched[i];
-    check((call.push.scales == scale_a) == (i == 0), "pushed scales");
-    check(call.release.signals == nullptr, "the matmul gives the slot back");
-  }
 }
 
 /// The order is chunk after chunk where not all tiles are computed at once.

@@ -16,7 +16,7 @@
 namespace fake {
 
 /// One operation that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel",
-/// "scatter" or "exchange".
+/// "release", "scatter" or "exchange".
 struct Operation {
   std::string name;
   cudaStream_t stream = nullptr;
