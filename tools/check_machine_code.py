@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GEMM_SYMBOLS = ("PersistentAsyncInputScheduler", "16streaming_kernel", "14grouped_kernel")
-EARLY_SYMBOLS = ("18async_input_kernel", "16streaming_kernel")
+EARLY_SYMBOLS = ("18async_input_kernel", "16streaming_kernel", "14grouped_kernel")
 HOPPER = "sm_90a"
 OF_SMALL_KERNELS = ("sm_80", HOPPER)
 OF_BUILDS_FOR_USE = ("sm_80", "sm_89", HOPPER, "sm_100", "sm_120")
