@@ -26,6 +26,19 @@ enum class CollectiveMethod : int32_t {
 /// The element types. Byte is for AllGather alone, which moves any bytes.
 enum class CollectiveElement : int32_t { Byte = 0, BFloat16 = 1, Float16 = 2, Float32 = 3 };
 
+constexpr char const* to_string(CollectiveElement element) {
+  switch (element) {
+    case CollectiveElement::Byte:
+      return "bytes";
+    case CollectiveElement::BFloat16:
+      return "bfloat16";
+    case CollectiveElement::Float16:
+      return "float16";
+    default:
+      return "float32";
+  }
+}
+
 /// One call of w ranks. Sums are made in float32, in the order of the ranks, and rounded once:
 /// every rank and every method gets the same bits.
 struct Collective {

@@ -10,7 +10,6 @@ namespace agmm {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kCtasPerSm = 2;
 constexpr int kLanes = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 /// Rows of a token that a warp has under way.
@@ -194,9 +193,11 @@ CombineKernel kernel_of(CollectiveElement element) {
   }
 }
 
+/// At most one for each multiprocessor, since they wait for peers: what is reserved for other
+/// kernels stays free.
 unsigned ctas_of(int64_t threads, int sm_count) {
   int64_t const wanted = (threads + kThreads - 1) / kThreads;
-  return unsigned(std::clamp<int64_t>(wanted, 1, int64_t(sm_count) * kCtasPerSm));
+  return unsigned(std::clamp<int64_t>(wanted, 1, sm_count));
 }
 
 }  // namespace

@@ -63,25 +63,12 @@ std::string name(CollectiveMethod method) {
   }
 }
 
-std::string name(CollectiveElement element) {
-  switch (element) {
-    case CollectiveElement::Byte:
-      return "bytes";
-    case CollectiveElement::BFloat16:
-      return "bfloat16";
-    case CollectiveElement::Float16:
-      return "float16";
-    default:
-      return "float32";
-  }
-}
-
 std::string described(Collective const& call) {
   std::string const kind = call.op == CollectiveOp::AllGather ? ""
                            : call.is_average                  ? ", avg"
                                                               : ", sum";
-  return name(call.op) + "(" + std::to_string(call.count) + " " + name(call.element) + kind + ", " +
-         name(call.method) + ", " + std::to_string(call.ctas) + " CTAs)";
+  return name(call.op) + "(" + std::to_string(call.count) + " " + to_string(call.element) + kind +
+         ", " + name(call.method) + ", " + std::to_string(call.ctas) + " CTAs)";
 }
 
 /// The call as it is carried out: what an all-gather moves are bytes, whatever they mean.
@@ -95,7 +82,8 @@ Collective as_moved(Collective call) {
 /// What the ranks have to agree on; `more`: besides the call itself.
 uint32_t tag_of(Collective const& call, std::string const& more) {
   return call_tag(call.count, call.ctas,
-                  name(call.op) + name(call.method) + name(call.element) + more, call.is_average);
+                  name(call.op) + name(call.method) + to_string(call.element) + more,
+                  call.is_average);
 }
 
 std::string words_of(Beside const& beside) {
@@ -555,8 +543,11 @@ bool Collectives::operator()(StreamedSum const& call, void* stream) {
     impl_->check(call);
     Problem const& problem = call.matmul.problem;
     KernelConfig const& config = call.matmul.config;
-    // The ranks have to have the same CTAs, whose number follows from these.
-    std::string const words = name(call.method) + " streamed sum of " + problem.str() + " by " +
+    // The ranks have to have the same CTAs, whose number follows from these; the layout of B is
+    // each rank's own.
+    std::string const sizes = std::to_string(problem.m) + "x" + std::to_string(problem.n) + "x" +
+                              std::to_string(problem.k) + " " + to_string(problem.dtype);
+    std::string const words = name(call.method) + " streamed sum of " + sizes + " by " +
                               config.shape.str() + " with " + std::to_string(config.splits) +
                               " splits on " + std::to_string(impl_->sm_count) + " multiprocessors";
     uint32_t const tag = call_tag(problem.m, problem.n, words, false);

@@ -23,10 +23,13 @@ int64_t row_bytes(RowCombine const& call) {
   return int64_t(call.columns) * (call.element == CollectiveElement::Float32 ? 4 : 2);
 }
 
+/// The places of the second part, and of others behind it, follow from the capacity.
 std::string described(RowCombine const& call) {
+  std::string const capacity =
+      call.parts == 1 ? "" : " of capacity " + std::to_string(call.capacity);
   return "combine(" + in_words(call.counts) + "tokens of " + std::to_string(call.choices) +
-         " choices and " + std::to_string(row_bytes(call)) + " bytes, " +
-         std::to_string(call.parts) + " parts)";
+         " choices and " + std::to_string(row_bytes(call)) + " bytes of " +
+         to_string(call.element) + ", " + std::to_string(call.parts) + " parts" + capacity + ")";
 }
 
 /// What the ranks have to agree on.

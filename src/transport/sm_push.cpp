@@ -26,13 +26,16 @@ void refuse(char const* name, int64_t found, std::string const& wanted) {
 }
 
 /// The chunks of a shard's columns, as the grid of the consumer cuts them: so many, or as many
-/// fewer as it takes for each to begin at a whole vector. Rows that are no whole vectors, which the
-/// matmul refuses, are one chunk.
+/// fewer as it takes for each to begin at a whole vector and to have columns. Rows that are no
+/// whole vectors, which the matmul refuses, are one chunk.
 ChunkGrid columns_of(Gather const& gather) {
   int const columns = std::max(gather.push.chunk_columns, 1);
   int chunks = std::max(ceil_div(gather.k, columns), 1);
   ChunkGrid found(1, gather.k, 1, chunks);
-  while (chunks > 1 && found.columns_per_chunk * element_bytes(gather.dtype) % kVectorBytes != 0) {
+  auto const is_whole = [&] {
+    return found.columns_per_chunk * element_bytes(gather.dtype) % kVectorBytes == 0;
+  };
+  while (chunks > 1 && !(is_whole() && (found.is_legal() || !is_fp8(gather.dtype)))) {
     found = ChunkGrid(1, gather.k, 1, --chunks);
   }
   return found;

@@ -8,10 +8,10 @@ namespace agmm {
 
 namespace {
 
-// Half of the threads that a multiprocessor holds. Not tuned: a shard is copied once, and the links
-// take longer for it.
-constexpr int kThreads = 512;
-constexpr int kCtasPerSm = 2;
+// Half of the threads that a multiprocessor holds, in a CTA: CTAs wait for peers, so no more come
+// than there are multiprocessors that may, and what is reserved for other kernels stays free. Not
+// tuned: a shard is copied once, and the links take longer for it.
+constexpr int kThreads = 1024;
 
 // Order. Every CTA acquires the credits itself, so no CTA writes to a buffer that is still read. A
 // CTA's writes precede its count (bar.sync, then acq_rel at GPU scope); the last CTA has thereby
@@ -68,7 +68,7 @@ cudaError_t launch_stage(StageArgs const& args, int sm_count, cudaStream_t strea
   }
   std::size_t const wanted = (vectors + kThreads - 1) / kThreads;
   auto const ctas =
-      static_cast<unsigned>(std::clamp<std::size_t>(wanted, 1, std::size_t(sm_count) * kCtasPerSm));
+      static_cast<unsigned>(std::clamp<std::size_t>(wanted, 1, std::size_t(sm_count)));
   stage_kernel<<<ctas, kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

@@ -409,7 +409,7 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
         check(results, world_size)
 
 
-@pytest.mark.parametrize("transport", ["sm4x64", "sm16x128+1", "sm64x64h4"])
+@pytest.mark.parametrize("transport", ["sm4x64", "sm4x72", "sm16x128+1", "sm64x64h4"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_gather_by_the_matmuls_warps(

@@ -27,6 +27,10 @@ class Routing(NamedTuple):
     A row is a token and one of its ``k`` choices, whose expert is on this rank. Rows are sorted by
     expert, inside an expert by token, and for one token by choice. Tokens are counted over all
     ranks, in the order of the ranks. It is a tuple of tensors, so a pytree.
+
+    The tensors have to agree with each other: on GPUs a call waits for every row that ``offsets``
+    counts, so that a row which ``positions`` do not list ends the process by the limit. Drop tokens
+    by their ids instead.
     """
 
     tokens: torch.Tensor

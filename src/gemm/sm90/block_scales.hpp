@@ -1,9 +1,9 @@
 // The scales of blocks, one for each 128 of K of a row of A, and of 128 columns or of each column
 // of B: what the promotion multiplies the sums of a k tile with (promoting_mma.hpp).
 //
-// The consumers read them. A's are read from L2, once the tile's first k tile has come: its rows
-// have arrived by then, for all of K, since fp8 travels in chunks of whole rows
-// (async_input_mainloop.hpp argues the order).
+// The consumers read them. A's are read from L2, once the tile's first k tile has come: its rows'
+// scales have arrived by then, for all of K: they come with the rows or with their first chunk
+// (async_input_mainloop.hpp argues the order), and such kernels do not split K.
 #pragma once
 
 #include <cstdint>
