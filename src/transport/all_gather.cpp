@@ -135,7 +135,7 @@ void AllGather::release(Gathered const& gathered, void* stream_handle) {
   SymmetricMemory const& memory = links_.memory;
   Release const& release = gathered.release;
   if (!gathered.transport->has_copies()) {
-    // A batch takes longer for the signals of many chunks.
+    // The words of a push are reset too, and there are as many signals as chunks.
     AGMM_CHECK_CUDA(launch_release(release, static_cast<cudaStream_t>(stream_handle)));
     return;
   }

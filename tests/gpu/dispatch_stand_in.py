@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from collectives_stand_in import _streams
+from collectives_stand_in import _streams, run_all
 
 from agmm import _core
 from agmm.ops import grouped_kernel
@@ -258,17 +257,6 @@ def wrong(world_size: int, calls: int, seed: int, dtype: torch.dtype = torch.bfl
     return faults
 
 
-def main(arguments: Sequence[str]) -> None:
-    is_short = "--short" in arguments
-    for world_size in (2, 3) if is_short else (2, 3, 4, 8):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 1 if is_short else 3]:
-            faults = wrong(world_size, IN_A_ROW if is_short else 10 * IN_A_ROW, world_size, dtype)
-            if faults:
-                print(*faults[:10], sep="\n")
-                raise SystemExit(1)
-    print("all equal")
-
-
 if __name__ == "__main__":
     os.environ.setdefault("AGMM_TIMEOUT_S", LIMIT_S)
-    main(sys.argv[1:])
+    run_all(wrong, IN_A_ROW, sys.argv[1:])

@@ -13,6 +13,7 @@ import torch
 from slot_threads import Rank, Slots, Threads, is_found, run, values
 
 from agmm.ops import portable as ready
+from agmm.planning.problems import portable_pieces
 from agmm.runtime import portable, rank_sums
 from agmm.runtime.scaled import Scaled
 
@@ -106,7 +107,7 @@ def test_faults_of_the_protocol_are_found(kind: str) -> None:
 
 
 def test_pieces_are_equal_and_none_is_empty() -> None:
-    assert [portable.pieces_of(rows) for rows in (1, 1024, 2048, 3000, 1 << 20)] == [1, 1, 2, 2, 4]
+    assert [portable_pieces(rows) for rows in (1, 1024, 2048, 3000, 1 << 20)] == [1, 1, 2, 2, 4]
     for rows in range(1, 40):
         for pieces in range(1, 9):
             cuts = portable.cuts_of(rows, pieces)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
 from agmm.planning.legality import PORTABLE_ROWS
-from agmm.runtime import capabilities, cuda_hosts, groups, portable, symmetric, workspaces
+from agmm.planning.problems import portable_pieces
+from agmm.runtime import capabilities, cuda_hosts, groups, symmetric, workspaces
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_hosts import CudaHosts
 from agmm.runtime.cuda_portable import PortableGather, PortableScatter
@@ -242,4 +243,4 @@ def scattered(
 
 def pieces_of(rows: int, asked: int) -> int:
     """The number of pieces of a shard of so many rows: as many as a plan says, if more than 1."""
-    return min(rows, asked) if asked > 1 else portable.pieces_of(rows)
+    return min(rows, asked) if asked > 1 else portable_pieces(rows)

@@ -40,6 +40,11 @@ MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
 MAX_CHUNKS_PER_SHARD = 1024
 """The most chunks of a shard. It is a choice: every chunk takes a signal and a matmul, and tuning
 tries at most 8."""
+_PIECE_ROWS = 1024
+"""The rows of a shard that the portable path multiplies at a time, at least. It is a choice: fewer
+would leave multiprocessors of a large GPU without a tile."""
+_MOST_PIECES = 4
+"""The most pieces of a shard. It is a choice: each costs a launch of the library's matmul."""
 MAX_SIZE = _core.MAX_SIZE
 """The largest M, N and K, which the core counts in 32 bits."""
 
@@ -54,6 +59,11 @@ CPU = "cpu"
 
 SWIZZLES = (1, 2, 4, 8)  # of CUTLASS's schedulers
 RASTERS = ("along_m", "along_n")
+
+
+def portable_pieces(rows: int) -> int:
+    """The number of pieces in which the portable path multiplies a shard of so many rows."""
+    return max(1, min(_MOST_PIECES, rows // _PIECE_ROWS))
 
 
 _CORE_FIELDS = tuple(_core.KernelConfig.field_names())

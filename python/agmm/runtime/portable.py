@@ -25,13 +25,6 @@ import torch
 from agmm.runtime import rings
 from agmm.runtime.copies import Slots
 
-PIECE_ROWS = 1024
-"""The rows of a shard that are multiplied at a time, at least. It is a choice: fewer would leave
-multiprocessors of a large GPU without a tile."""
-
-MOST_PIECES = 4
-"""The most pieces of a shard. It is a choice: each costs a launch of the library's matmul."""
-
 HALVES = 2
 """The halves of the slots, which calls take in turn."""
 _ALIGNMENT = 256  # that of CUDA's own allocations
@@ -66,11 +59,6 @@ class Beside(Protocol):
     def join(self) -> None:
         """What is computed from now on comes behind all copies."""
         ...
-
-
-def pieces_of(rows: int) -> int:
-    """The number of pieces in which a shard of so many rows is multiplied."""
-    return max(1, min(MOST_PIECES, rows // PIECE_ROWS))
 
 
 def cuts_of(rows: int, pieces: int) -> list[slice]:

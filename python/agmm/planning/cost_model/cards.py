@@ -12,12 +12,7 @@ from math import ceil
 
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, Problem
-
-PIECE_ROWS = 1024
-"""The rows of a piece, as `runtime.portable` has it."""
-MOST_PIECES = 4
-"""The most pieces of a shard, as `runtime.portable` has it."""
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, Problem, portable_pieces
 
 _MATMUL_SHARE = 0.72
 """The matmul_tflops of an H100, 713, over the 989 of its data sheet."""
@@ -169,7 +164,7 @@ def portable_us(card: Card, problem: Problem) -> float:
     m, n, k, size, is_fp8 = _of(problem)
     rows = ceil(m / size)
     if problem.op == ALL_GATHER_MATMUL:
-        pieces = max(1, min(MOST_PIECES, rows // PIECE_ROWS))
+        pieces = portable_pieces(rows)
         nbytes = rows * k * (1 if is_fp8 else ELEMENT_BYTES)
         return _gather_us(card, (rows, n, k, is_fp8), size, pieces, card.copy_us(nbytes))
     copied, product = (
@@ -208,7 +203,7 @@ def between_hosts_us(card: Card, problem: Problem, hosts: int, network_gb_per_s:
     """
     m, n, k, size, is_fp8 = _of(problem)
     rows, local = m // size, size // hosts
-    pieces = max(1, min(MOST_PIECES, rows // PIECE_ROWS))
+    pieces = portable_pieces(rows)
     nbytes = rows * k * (1 if is_fp8 else ELEMENT_BYTES)
     product = rows, n, k, is_fp8
     # The own host's rows, as on one host.
