@@ -7,16 +7,12 @@ bytes at the rate at which `torch.sum` reads 1 GiB.
 
     python benchmarks/few_rows.py --json few_rows.json
     python benchmarks/few_rows.py --rows 1 --b-layout row --samples 20
-
-A test build with ``-DAGMM_STREAMING_VARIANTS=ON`` has variants of each streaming kernel, which are
-timed beside it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +24,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from agmm import _core
 from agmm.bench.machine import machine_facts
 from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console, plain_table
@@ -91,21 +86,6 @@ def configs(m: int, b: torch.Tensor, k: int) -> Iterator[KernelConfig]:
                 yield replace(usual, splits=splits)
 
 
-def of_variant(kernel: str, variant: int) -> str:
-    """The name of a kernel's variant; the usual one has the kernel's."""
-    return f"{kernel} variant {variant}" if variant else kernel
-
-
-def by_variant(
-    variant: int, a: torch.Tensor, b: torch.Tensor, config: KernelConfig
-) -> torch.Tensor:
-    """The product by a variant of a test build (`src/testing/fault.hpp`), or by the only one."""
-    os.environ["AGMM_STREAMING_VARIANT"] = str(variant)
-    out = async_input_mm.on_cuda(a, b, None, 0, config=config)
-    os.environ["AGMM_STREAMING_VARIANT"] = "0"
-    return out
-
-
 def measure(m: int, b: torch.Tensor, samples: int) -> dict[str, Any]:
     """Checks and times all ways on a weight."""
     k, n = b.shape
@@ -117,9 +97,7 @@ def measure(m: int, b: torch.Tensor, samples: int) -> dict[str, Any]:
         OURS: lambda: async_input_mm.on_cuda(a, b, None, 0),
     }
     for config in configs(m, b, k):
-        for variant in range(_core.STREAMING_VARIANTS):
-            name = of_variant(config.kernel, variant)
-            ways[name] = partial(by_variant, variant, a, b, config)
+        ways[config.kernel] = partial(async_input_mm.on_cuda, a, b, None, 0, config=config)
     # A slice of the columns says enough, and fits beside the largest weight in float64.
     some = slice(max(0, n - 4096), n)
     reference = gathered_product(a, b[:, some])
@@ -212,28 +190,6 @@ def show(report: dict[str, Any]) -> None:
     out.print(table)
 
 
-def show_variants(report: dict[str, Any]) -> None:
-    """Prints what each variant of each kernel takes, as a share of the usual one, with K split and
-    without."""
-    by_kind: dict[tuple[str, int, int, bool], list[float]] = {}
-    for entry in report["shapes"]:
-        us, is_split = entry["us"], _core.streaming_splits(entry["N"], entry["K"]) > 1
-        for kernel in [name for name in us if name.endswith("_streaming")]:
-            for variant in range(1, _core.STREAMING_VARIANTS):
-                key = kernel, variant, entry["M"], is_split
-                share = us[of_variant(kernel, variant)] / us[kernel]
-                by_kind.setdefault(key, []).append(share)
-    table = plain_table("variants ÷ usual: 1 warms the end, 2 starts lean, 4 sends async")
-    for heading in ("kernel", "variant", "rows", "K", "mean", "best", "worst", "weights"):
-        table.add_column(heading)
-    for (kernel, variant, rows, is_split), shares in sorted(by_kind.items()):
-        values = statistics.geometric_mean(shares), min(shares), max(shares)
-        split = "split" if is_split else "whole"
-        cells = (f"{value:.3f}" for value in values)
-        table.add_row(kernel, str(variant), str(rows), split, *cells, str(len(shares)))
-    console().print(table)
-
-
 def main(
     rows: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated.")] = None,
     b_layout: Annotated[str, typer.Option(help="column or row.")] = "column",
@@ -266,8 +222,6 @@ def main(
         b = weight.t() if b_layout == "column" else weight.t().contiguous()
         report["shapes"] += [measure(m, b, samples) for m in report["rows"]]
     show(report)
-    if _core.STREAMING_VARIANTS > 1:
-        show_variants(report)
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     wrong = [entry for entry in report["shapes"] if entry["wrong"]]

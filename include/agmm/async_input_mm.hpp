@@ -95,6 +95,8 @@ struct AsyncInputArgs {
   // use it at the same time.
   void* split_scratch = nullptr;
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n] for kernels with `timed`, or null
+  // Whether a kernel that may still run writes B, as one that copies it does.
+  bool weight_is_new = false;
 };
 
 /// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.

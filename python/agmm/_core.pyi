@@ -52,7 +52,6 @@ __all__: list[str] = [
     "SCATTER_TIMES_BYTES",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
-    "STREAMING_VARIANTS",
     "ScaleLayout",
     "ScaleOf",
     "ScatterProblem",
@@ -1118,6 +1117,7 @@ def async_input_mm(
     stream: int,
     tile_times: int = 0,
     split_scratch: int = 0,
+    weight_is_new: bool = False,
 ) -> None:
     """
     Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up, its bias and scale_up too, of a quantised result its scales and the given one, of more weights b, scale_b, bias and out of each; 0 where there is none.
@@ -1496,7 +1496,6 @@ SCATTER_BAND_ROWS: int
 SCATTER_TIMES_BYTES: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
-STREAMING_VARIANTS: int
 TILE_TIMES_BYTES: int
 TIMEOUT_EXIT_CODE: int
 __version__: str

@@ -51,8 +51,10 @@ std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
 }
 
 void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
-                    uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
+                    uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch,
+                    bool weight_is_new) {
   AsyncInputArgs args = problem.args;
+  args.weight_is_new = weight_is_new;
   const bool is_gated = agmm::columns_per_out(args.problem.epilogue) == 2;
   const bool is_quantized = agmm::quantizes(args.problem.epilogue);
   const std::size_t of_more = 4 * std::size_t(args.operands.more_count);
@@ -224,11 +226,10 @@ void bind_gather(py::module_& m) {
            "strides of block scales of each weight beside the first, which a streaming kernel "
            "multiplies in the same launch.")
       .def("__repr__", &MatmulProblem::str);
-  m.attr("STREAMING_VARIANTS") = agmm::kStreamingVariants;
   m.attr("MAX_STREAMED_WEIGHTS") = agmm::kMostStreamedWeights;
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
-        py::call_guard<py::gil_scoped_release>(),
+        py::arg("weight_is_new") = false, py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
         "out and signals, of a gate those of up, its bias and scale_up too, of a quantised result "
         "its scales and the given one, of more weights b, scale_b, bias and out of each; 0 where "

@@ -31,7 +31,6 @@ struct CallSpec {
   // Whether a streaming kernel that starts early may load B before the kernel ahead has ended: the
   // caller promises that none which may still run writes it.
   bool weight_is_ahead = false;
-  int32_t streaming_variant = 0;  // kStreamingVariants, in a test build
 };
 
 }  // namespace agmm

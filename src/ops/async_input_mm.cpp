@@ -14,7 +14,6 @@
 #include "order/clusters.hpp"
 #include "order/streaming.hpp"
 #include "runtime/cuda.hpp"
-#include "testing/fault.hpp"
 
 namespace agmm {
 
@@ -26,18 +25,6 @@ std::string const& early_start() {
     char const* const value = std::getenv("AGMM_EARLY_START");
     return std::string(value == nullptr ? "" : value);
   }();
-  return found;
-}
-
-/// The variant of streaming kernels that a test build is asked for, by each call anew.
-int32_t streaming_variant() {
-  if constexpr (kStreamingVariants == 1) return kUsualStreaming;
-  char const* const value = std::getenv("AGMM_STREAMING_VARIANT");
-  int32_t const found = value == nullptr ? kUsualStreaming : std::atoi(value);
-  if (found < 0 || found >= kStreamingVariants) {
-    refuse("AGMM_STREAMING_VARIANT", std::to_string(found),
-           "0 to " + std::to_string(kStreamingVariants - 1));
-  }
   return found;
 }
 
@@ -257,9 +244,8 @@ PreparedMatmul prepare(CallSpec const& given) {
 CallSpec call_of(AsyncInputArgs const& args) {
   CallSpec call;
   call.matmul = args;
-  call.weight_is_ahead = early_start() == "weights";
-  call.starts_early = call.weight_is_ahead || early_start() == "on";
-  call.streaming_variant = streaming_variant();
+  call.weight_is_ahead = early_start() == "weights" && !args.weight_is_new;
+  call.starts_early = early_start() == "weights" || early_start() == "on";
   return call;
 }
 

@@ -15,7 +15,7 @@ AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, o
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
 AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
 AGMM_FIELDS(AsyncInputArgs, problem, config, operands, arrival, rank, limit_ns, sm_count,
-            split_scratch, tile_times);
+            split_scratch, tile_times, weight_is_new);
 AGMM_FIELDS(Release, signals, signal_count, counters, counter_count, peer_credits, peer_count,
             sent);
 AGMM_FIELDS(PushOrder, chunks, log_parts, head_chunks, head_level, tail_level, rounds, chunk_at);
@@ -31,8 +31,7 @@ AGMM_FIELDS(ExchangeArgs, rank, world_size, in, out, in_stride, out_stride, segm
             blocks, signals, signal_slot_bytes, turns, own_packets, own_signals,
             packet_stretch_bytes, limit);
 AGMM_FIELDS(StreamedExchange, args, residual, is_shared);
-AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead,
-            streaming_variant);
+AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);

@@ -1,7 +1,6 @@
 // Test builds: a deliberate fault (AGMM_FAULT), which the stress test has to find, delays
-// (AGMM_STRESS_DELAYS), a link that is not there (AGMM_VIRTUAL_LINK), and variants of streaming
-// kernels to be timed beside each other (AGMM_STREAMING_VARIANTS). CMakeLists.txt defines these; a
-// build for use has none.
+// (AGMM_STRESS_DELAYS) and a link that is not there (AGMM_VIRTUAL_LINK). CMakeLists.txt defines
+// these; a build for use has neither.
 #pragma once
 
 #include <string_view>
@@ -14,9 +13,6 @@
 #endif
 #ifndef AGMM_VIRTUAL_LINK
 #define AGMM_VIRTUAL_LINK 0
-#endif
-#ifndef AGMM_STREAMING_VARIANTS
-#define AGMM_STREAMING_VARIANTS 0
 #endif
 
 namespace agmm {
@@ -39,13 +35,5 @@ inline constexpr bool kStressDelays = AGMM_STRESS_DELAYS != 0;
 /// GB/s of a link that one GPU imagines, so that what it sends to itself takes as long as to
 /// another; 0: none.
 inline constexpr int kVirtualLinkGBs = AGMM_VIRTUAL_LINK;
-
-/// The variants of a streaming kernel, sums of what they do otherwise (streaming_kernel.hpp). A
-/// build for use has one.
-inline constexpr int kWarmsEnd = 1;
-inline constexpr int kStartsLean = 2;
-inline constexpr int kSendsAsync = 4;
-inline constexpr int kUsualStreaming = 0;
-inline constexpr int kStreamingVariants = AGMM_STREAMING_VARIANTS ? 8 : 1;
 
 }  // namespace agmm

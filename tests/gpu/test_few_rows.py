@@ -241,33 +241,6 @@ def test_calls_repeat(kernel: KernelConfig) -> None:
             assert torch.equal(first, again), f"{config.name}, {sm_count} CTAs"
 
 
-@of_kernels
-def test_variants(kernel: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each variant of a test build has the bits of the usual one, with one tile a CTA and many."""
-    if _core.STREAMING_VARIANTS == 1:
-        pytest.skip("the build has no variants: -DAGMM_STREAMING_VARIANTS=ON")
-    for n, k, bias in ((264, 1032, True), (9000, 1160, False), (3584, 4096, True)):
-        for column_major in (True, False):
-            if not is_built(kernel, torch.bfloat16, column_major=column_major):
-                continue
-            a, b = randn(130, k), weight(n, k, torch.bfloat16, column_major=column_major)
-            addend = randn(n) if bias else None
-            for splits in range(1, _core.MAX_STREAMING_CLUSTER // kernel.cluster_n + 1):
-                config = replace(kernel, splits=splits)
-                for m in (1, 8, 33, 130):
-                    rows, wanted = a[:m].clone(), None
-                    for variant in range(_core.STREAMING_VARIANTS):
-                        monkeypatch.setenv("AGMM_STREAMING_VARIANT", str(variant))
-                        for sm_count in (0, 16):
-                            poison_freed_memory(m, n)
-                            out = async_input_mm.on_cuda(
-                                rows, b, None, 0, bias=addend, config=config, sm_count=sm_count
-                            )
-                            wanted = out if wanted is None else wanted
-                            label = f"variant {variant}, {m}x{n}x{k} {config.name}, {sm_count} CTAs"
-                            assert torch.equal(out, wanted), label
-
-
 @pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256], ids="groups of {}".format)
 def test_weights_of_4_bits(group_size: int) -> None:
     """Products are those of the values times their scales, rounded once, and a row's bits are its

@@ -181,7 +181,7 @@ def splitting(m: int, n: int, k: int, most_ctas: int) -> list[Kernel]:
     ]
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "block"])
 def test_splits_of_k(scaling: str) -> None:
     for m, n, k, chunks in ((8, 16, 272, 2), (100, 144, 1040, 4), (256, 528, 7168, 4)):
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if m != 100 else None
@@ -190,9 +190,8 @@ def test_splits_of_k(scaling: str) -> None:
         for kernel in kernels:
             given = operands(scaling, m, n, k, kernel.dtypes, m)
             poison_freed_memory(m * n * 2)
-            outs = [
-                on_cuda(given, ready(chunks), 1, bias=bias, config=kernel.config) for _ in range(10)
-            ]
+            call = {"bias": bias, "fast_accum": kernel.fast_accum, "config": kernel.config}
+            outs = [on_cuda(given, ready(chunks), 1, **call) for _ in range(10)]
             label = f"{m}x{n}x{k} {kernel.config.name}"
             assert_close(outs[0], given, kernel.fast_accum, label, bias)
             assert all(torch.equal(out, outs[0]) for out in outs), f"{kernel} does not repeat"

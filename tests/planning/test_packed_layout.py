@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import agmm
 from agmm.runtime import cuda_packed
 
 
@@ -26,6 +27,24 @@ def read(packed: torch.Tensor, tile_n: int, tile_k: int, groups: int) -> torch.T
                 value = (word >> 4 * i & 15) - 8
                 found[row, k] = value * scales[k * groups // 128, row]
     return found
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size", "columns", "dtype", "named"),
+    [
+        (64, 128, 16, 8, torch.uint8, "group_size"),
+        (64, 144, 48, 3, torch.uint8, "group_size"),
+        (64, 128, 32, 2, torch.uint8, "scales"),
+        (60, 128, 32, 4, torch.uint8, "K, N"),
+        (64, 128, 32, 4, torch.int32, "weight"),
+    ],
+)
+def test_what_is_refused(
+    n: int, k: int, group_size: int, columns: int, dtype: torch.dtype, named: str
+) -> None:
+    weight, scales = torch.zeros(n, k // 2, dtype=dtype), torch.ones(n, columns)
+    with pytest.raises(agmm.InvalidArgument, match=f"{named}: found"):
+        cuda_packed.pack(weight, scales, group_size)
 
 
 @pytest.mark.parametrize(

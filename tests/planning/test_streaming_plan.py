@@ -167,6 +167,9 @@ def test_several_weights_are_one_launch() -> None:
     assert one_launch.plan_of(few[:1], planner) is None
     layouts = [few[0], replace(few[1], b_layout="row")]
     assert one_launch.plan_of(layouts, planner) is None
+    assert one_launch.plan_of([few[0]] * (_core.MAX_STREAMED_WEIGHTS + 1), planner) is None
+    behind = [replace(problem, epilogue="activation") for problem in few]
+    assert one_launch.plan_of(behind, planner) is None
 
 
 def test_many_rows_do_not() -> None:

@@ -55,7 +55,6 @@ def test_readme_has_each_variable_as_the_package_defines_it() -> None:
 def test_pages_speak_of_all_variables_and_no_others() -> None:
     known = {variable.name for variable in (*_env.RUN_TIME, *_env.BUILD_TIME)}
     of_cmake = {"AGMM_FAULT", "AGMM_STRESS_DELAYS", "AGMM_VIRTUAL_LINK"}
-    of_cmake |= {"AGMM_STREAMING_VARIANTS", "AGMM_STREAMING_VARIANT"}
     known |= {*_env.TEST_TIME, *of_cmake}
     found = {name for page in PAGES for name in re.findall(r"\bAGMM_[A-Z_]+\b", page.read_text())}
     assert found | {"CUTLASS_DIR"} == known

@@ -168,8 +168,8 @@ def test_matmuls_are_hopper_code_in_registers() -> None:
     facts = agmm._core.kernel_facts()
     built = Counter(each.op for each in facts)
     assert len(of_all_reduces) >= built["matmul_all_reduce"]
-    # Full and lean; streaming kernels with a gate are lean alone, plain ones of 16 bits sum over the
-    # ranks too. Those that scatter, and grouped ones; weights of 4 bits are in no row.
+    # Full and lean; streaming kernels with a gate are lean alone, plain ones of 16 bits sum over
+    # the ranks too. Those that scatter, and grouped ones; weights of 4 bits are in no row.
     streaming = [each for each in facts if "streaming" in each.kernel]
     gates = sum(each.epilogue == "gate" for each in streaming)
     sums = sum(each.epilogue == "bias" and not each.is_fp8 for each in streaming)

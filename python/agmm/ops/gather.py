@@ -112,6 +112,9 @@ class GatherCall(OpCall[Gathered]):
         """The call of the portable path on CUDA, and between hosts, for shards in so many
         pieces."""
 
+    def has_one_kind_of_scales(self) -> bool:
+        return True
+
     @property
     @abstractmethod
     def values(self) -> torch.Tensor:
@@ -357,7 +360,7 @@ class GatherCall(OpCall[Gathered]):
         """A kernel for each weight, and the transport of the first."""
         (kernel, transport), found = self.named_config(), list[KernelConfig]()
         problems = [self.problem(i) for i in range(len(self.widths()))]
-        if plan is None and kernel is None:
+        if plan is None and kernel is None and self.has_one_kind_of_scales():
             plan = one_launch.plan_of(problems, call_plans.planner(self.group, self.device))
         for problem in problems:
             if plan is not None:

@@ -239,6 +239,8 @@ def _against_streaming(row: KernelRow) -> Iterator[tuple[str, str]]:
         yield "schedule", f"another where the row is of {row.op}, swapped or timed"
     if row.is_fp8 and row.cluster != (1, 1):
         yield "cluster", f"1x1 with fp8 and {STREAMING}"
+    if row.is_fp8 and row.epilogue != "plain":
+        yield "epilogue", f"plain with fp8 and {STREAMING}"
     if row.tile[2] != _STREAMED_K or row.cluster[0] != 1:
         yield "tile", f"{_STREAMED_K} of K, in clusters of 1x1 or 1x2, with {STREAMING}"
 

@@ -27,8 +27,12 @@ from agmm.runtime.streams import stream_of
 
 def share_a_launch(Bs: Sequence[torch.Tensor], kernels: Sequence[Kernel]) -> bool:
     """Whether one launch multiplies all of these weights, of which there are several: by the same
-    streaming kernel, in one layout, with one kind of scales."""
-    if not 1 < len(kernels) <= _core.MAX_STREAMED_WEIGHTS or not kernels[0].config.is_streaming:
+    streaming kernel, in one layout, with one kind of scales. No launch of several weights applies
+    an activation."""
+    first = kernels[0]
+    if not 1 < len(kernels) <= _core.MAX_STREAMED_WEIGHTS or not first.config.is_streaming:
+        return False
+    if first.activation:
         return False
     return len({_kind(B, kernel) for B, kernel in zip(Bs, kernels, strict=True)}) == 1
 
@@ -41,7 +45,6 @@ def _kind(B: torch.Tensor, kernel: Kernel) -> tuple[object, ...]:
         kernel.format.dtype,
         kernel.format.accumulation,
         None if scales is None else scales.b_per_column,
-        kernel.activation,
     )
 
 
@@ -85,18 +88,17 @@ class ReadyMatmuls(NamedTuple):
         first, *others = of_weights
         with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             try:
-                _core.async_input_mm(
-                    self.problem,
-                    (
-                        aligned_pointer(a, copies),
-                        first[0],
-                        0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, copies),
-                        *first[1:],
-                        0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                        *(address for each in others for address in each),
-                    ),
-                    stream_of(a.device),
+                addresses = (
+                    aligned_pointer(a, copies),
+                    first[0],
+                    0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, copies),
+                    *first[1:],
+                    0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
+                    *(address for each in others for address in each),
                 )
+                stream = stream_of(a.device)
+                # One of the copies may be a weight's.
+                _core.async_input_mm(self.problem, addresses, stream, weight_is_new=bool(copies))
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
         return outs

@@ -12,6 +12,7 @@ import torch
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda_calls import aligned_pointer, bias_pointer
+from agmm.runtime.packed import check_sizes
 from agmm.runtime.streams import stream_of
 
 _COLUMNS, _DEPTH = 64, 128
@@ -55,8 +56,14 @@ class CudaPackedWeight:
             sm_count: CTAs at most; 0 for as many as there are multiprocessors.
 
         Raises:
-            InvalidArgument: the kernel cannot take the operands; the message says why.
+            InvalidArgument: the kernel cannot take the operands, or one requires a gradient, which
+                it has none; the message says why.
         """
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, bias)):
+            raise InvalidArgument(
+                "a, bias: found requires_grad=True, wanted a call under torch.no_grad(): the "
+                "product has no backward"
+            )
         if a.dtype != torch.bfloat16 or a.dim() != 2 or a.shape[1] != self.K:
             found = f"{a.dtype} {tuple(a.shape)}"
             raise InvalidArgument(f"a: found {found}, wanted torch.bfloat16 [M, {self.K}]")
@@ -94,11 +101,24 @@ def pack(weight: torch.Tensor, scales: torch.Tensor, group_size: int) -> CudaPac
     Args:
         weight: uint8 [N, K / 2], two values of a row in a byte, the first in the low bits; a value
             of v is stored as v + 8, for v from -8 to 7. N and K are multiples of 8.
-        scales: [N, K / group_size]. They are kept in float32 where a group is K, or has a multiple
-            of 128 values, else in bfloat16.
+        scales: [N, K / group_size], on the weight's device. They are kept in float32 where a group
+            is K, or has a multiple of 128 values, else in bfloat16.
         group_size: K, or a multiple of 32 that divides K.
+
+    Raises:
+        InvalidArgument: the message names the argument, what was found, and what is wanted.
     """
+    if weight.dtype != torch.uint8 or weight.dim() != 2:
+        found = f"{weight.dtype} {tuple(weight.shape)}"
+        raise InvalidArgument(f"weight: found {found}, wanted torch.uint8 [N, K / 2]")
     n, k = weight.shape[0], 2 * weight.shape[1]
+    check_sizes(k, n, group_size)
+    if k % _core.ALIGNMENT or n % _core.ALIGNMENT:
+        raise InvalidArgument(f"K, N: found K={k}, N={n}, wanted multiples of {_core.ALIGNMENT}")
+    if scales.shape != (n, k // group_size):
+        raise InvalidArgument(
+            f"scales: found shape {tuple(scales.shape)}, wanted ({n}, {k // group_size})"
+        )
     is_large = group_size == k or group_size % _DEPTH == 0
     groups = 1 if is_large else _DEPTH // _SMALL_GROUP
     tiles_n, tiles_k = -(-n // _COLUMNS), -(-k // _DEPTH)

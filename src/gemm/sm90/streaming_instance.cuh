@@ -30,9 +30,6 @@ struct StreamingInstance {
   using Params = typename Kernel::Params;
   static_assert(kSchedule == Schedule::Streaming && TileK == kStreamedK && ClusterM == 1);
   static_assert(alignof(Params) <= kParamsAlignment);
-  /// A test build has variants of the kernels of one weight that sum over no ranks and unpack none.
-  static constexpr bool kHasVariants = !kSums && kMostWeights == 1 && !Kernel::kIsPacked;
-  static constexpr int kVariants = kHasVariants ? kStreamingVariants : 1;
   static constexpr KernelFacts kFacts =
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule}, kDType<Element_>, kBLayout,
                kAccumulation, kEpilogue);
@@ -168,7 +165,6 @@ struct StreamingInstance {
     // Clusters that may not lie side by side wait for room, so none is left out.
     int32_t const at_once = clusters_at_once(mm.sm_count, params.cluster_ctas());
     params.clusters = streaming_clusters(params.blocks, max_of(1, at_once));
-    params.variant = call.streaming_variant;
     params.starts_early = call.starts_early;
     params.weight_is_ahead = call.weight_is_ahead;
     params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr && !kSums;
@@ -181,23 +177,10 @@ struct StreamingInstance {
   }
   static constexpr char const* kRefused = "the driver refused a TMA descriptor";
 
-  /// The kernel of one of the build's variants.
-  template <int kVariant = 0>
-  static void const* of_variant(int32_t wanted) {
-    if constexpr (kVariant + 1 < kVariants) {
-      if (wanted != kVariant) return of_variant<kVariant + 1>(wanted);
-    }
-    constexpr int kThis = kVariants == 1 ? kUsualStreaming : kVariant;
-    return reinterpret_cast<void const*>(streaming_kernel<Kernel, kThis>);
-  }
-
   static int setup() {
-    int found = cudaSuccess;
-    for (int32_t i = 0; i < kVariants && found == cudaSuccess; ++i) {
-      found = cudaFuncSetAttribute(of_variant(i), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   int(sizeof(typename Kernel::Shared)));
-    }
-    return found;
+    return cudaFuncSetAttribute(streaming_kernel<Kernel>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(sizeof(typename Kernel::Shared)));
   }
 
   static int launch(void* memory, void* stream) {
@@ -221,7 +204,8 @@ struct StreamingInstance {
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = attributes;
     config.numAttrs = count;
-    return cudaLaunchKernelExC(&config, of_variant(params.variant), &memory);
+    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(streaming_kernel<Kernel>),
+                               &memory);
   }
 
   static constexpr KernelVariant variant() { return {sizeof(Params), &prepare, &setup, &launch}; }

@@ -20,60 +20,41 @@
 //      bytes that another CTA sends early are counted in their phase, though its barrier may not
 //      have been told to expect them yet.
 //   2. A warp that multiplies arrives at `empty` when its wgmmas have ended, which read the stage,
-//   and
-//      when its lanes have read the scales.
+//      and when its lanes have read the scales.
 //   3. Warp 5 ends behind the last phases of `empty`: then all of A has landed, here and in the
-//   CTAs
-//      to which it was sent, and no other CTA will arrive at a barrier of this one's ring. It is
-//      the warp that says that A has been read (sync/release.hpp).
+//      CTAs to which it was sent, and no other CTA will arrive at a barrier of this one's ring. It
+//      is the warp that says that A has been read (sync/release.hpp).
 //
 // The sums. Row r of a tile belongs to split r % splits, its owner. Each CTA writes its sums of a
-// row to the owner's memory, at the place of its own split, and arrives at the owner's `sums_full`
-// (4 arrivals of each split); the owner adds them up in the order of the splits. `sums_empty` (as
-// many) says that all owners have read a tile's sums, and is awaited before the next tile's are
-// written. The last tile's have nobody who waits for them, and no CTA arrives for them: so none
-// arrives at one that may have ended. What is sent to a CTA before is what it waits for itself.
+// row to the owner's memory, at the place of its own split; the owner adds them up in the order of
+// the splits. Where K is split, sums go by stores that complete their bytes at the owner's
+// `sums_full`, so no CTA waits until its stores have arrived; one thread of the owner arrives there
+// (1 arrival), expecting the bytes of all splits. Where it is not, `sums_full` has the arrivals of
+// the 4 warps that have written. `sums_empty` (4 arrivals of each split) says that all owners have
+// read a tile's sums, and is awaited before the next tile's are written: so bytes of a tile count
+// in their own phase of `sums_full`, though it may not have been told to expect them yet. An
+// arrival at `sums_empty` releases nothing, since what follows it in the other CTAs is writes to
+// what this one has read. The last tile's sums have nobody who waits for them to be read, and no
+// CTA arrives for them: so none arrives at one that may have ended. What is sent to a CTA before is
+// what it waits for itself.
 //
 // Bits. The sum of a row goes through K in steps of 16 within a split (fp8: 32; where sums are
 // promoted each stage is summed anew and added, times its scales), then through the splits. No step
 // depends on the other rows, on the tile or on when a CTA runs, and the splits on the size of
-// B alone (streaming_splits).
+// B alone (streaming_splits); of several weights in one launch, on the columns of all.
 //
 // Programmatic launch (kernel_instance.cuh has the invariant: griddepcontrol.wait stands before the
 // first access to memory that a kernel writes or reads). Of this kernel's threads
 //   - warp 5 executes it before it looks at a signal, loads A, or releases anything;
 //   - the warps that multiply do before they read the bias and write out;
 //   - warp 4 does before it loads B, but where Params::weight_is_ahead. Then the caller has
-//   promised
-//     that no kernel writes B which may still run when this one starts: neither the kernel ahead,
-//     nor, where that one lets this one start before its own wait, those before it.
+//     promised that no kernel writes B which may still run when this one starts: neither the kernel
+//     ahead, nor, where that one lets this one start before its own wait, those before it.
 // Every CTA has these warps, and each takes its wait on every path; so a kernel behind this one
 // that waits for its end finds the kernels ahead of it ended too. Where nothing here is awaited
 // from other kernels but the one ahead, CTAs of the next kernel may take the places that this one
 // leaves (launch_dependents); a kernel that awaits signals never lets them, since what is to write
 // these may need the places.
-//
-// Start and end. Beside the reading of the weight 4.1 us were left of an H200's time, at any size.
-// In a cold L2 the code, 35 KB, comes from memory too, and a warp that comes to a new line of 128
-// bytes waits for it. So much is serial in the machine code (cuobjdump -sass): at the beginning 14
-// lines of the weight's warp, behind a jump over A's 19 KB, and 2 barriers for each stage; at the
-// end 20 lines of the exchange of sums, which nobody has run before, and where K is split a fence
-// of the GPU (MEMBAR.ALL.GPU) ahead of each arrival. A test build has variants (testing/fault.hpp)
-// that try what may help, one by one and together:
-//   kWarmsEnd: the warps that multiply go through the exchange of sums before the first stage has
-//     come, with a tile that has no products and is not stored. It is one tile more in the phases
-//     of both sums' barriers, in all CTAs of a cluster alike: it arrives at `sums_empty`, since a
-//     tile follows, and reads nothing but what its CTAs have sent. A's scales that it reads may be
-//     those of an earlier call; nothing is done with them.
-//   kStartsLean: A's code, half of all, is a function that lies behind the rest, so the weight's
-//     warp comes to its first load by 21 lines that follow one another; A's descriptor is fetched
-//     ahead, and A has a loop without a gate where nothing is awaited.
-//   kSendsAsync: sums are sent by stores that complete their bytes at `sums_full` of the owner, of
-//     which one thread alone arrives there, expecting the bytes of all splits. Nobody sends those
-//     of a tile before all owners have read the last tile's (`sums_empty`), so they count in their
-//     own phase, though it may not have been told to expect them yet; and each owner awaits all
-//     that is sent to it, so no CTA ends before. An arrival at `sums_empty` releases nothing then:
-//     what follows it in the other CTAs is writes, to what this one has read.
 //
 // Shared memory has no conflicts of banks. TMA writes, and wgmma reads, in the pattern of 128-byte
 // swizzles, where the 16-byte pieces of 8 neighbouring rows lie in different banks. A warp writes
@@ -215,7 +196,6 @@ struct StreamingKernel {
     FastDiv tiles_m{};
     int32_t blocks = 0;    // of a cluster
     int32_t clusters = 0;  // of the launch
-    int32_t variant = 0;
     bool starts_early = false;
     bool weight_is_ahead = false;
     bool lets_next_start = false;
@@ -225,20 +205,16 @@ struct StreamingKernel {
     int32_t ctas() const { return clusters * cluster_ctas(); }
   };
 
-  /// kVariant: a sum of what the kernel does otherwise than usual.
-  template <int kVariant>
   CUTLASS_DEVICE static void run(Params const& params, char* memory) {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     Place const place(params);
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp < kMultiplyingWarps) {
-      multiply<kVariant>(params, shared, place);
+      multiply(params, shared, place);
     } else if (warp == kWeightWarp) {
-      load_weight<kVariant>(params, shared, place);
-    } else if constexpr ((kVariant & kStartsLean) != 0) {
-      load_a_elsewhere<kVariant>(params, shared);
+      load_weight(params, shared, place);
     } else {
-      load_a<kVariant>(params, shared, place);
+      load_a(params, shared, place);
     }
   }
 
@@ -303,23 +279,16 @@ struct StreamingKernel {
   /// copy them.
   static constexpr int kArrivals = 2 + (kScalesBlocks ? cutlass::NumThreadsPerWarp : 0);
 
-  /// Whether sums complete their bytes at the owner's barrier, at which its own thread alone
-  /// arrives.
-  template <int kVariant>
-  CUTLASS_DEVICE static bool sends_async(Params const& params) {
-    return (kVariant & kSendsAsync) != 0 && params.splits.divisor > 1;
-  }
+  CUTLASS_DEVICE static bool is_split(Params const& params) { return params.splits.divisor > 1; }
 
   /// One lane makes them, since the machine takes lanes' barriers one after the other in a loop.
-  template <int kVariant>
   CUTLASS_DEVICE static void make_barriers(Params const& params, Shared& shared) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], kArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyingWarps * kClusterN);
     }
-    int32_t const of_all = kMultiplyingWarps * params.splits.divisor;
-    mbarrier_init(&shared.sums_full, sends_async<kVariant>(params) ? 1 : of_all);
-    mbarrier_init(&shared.sums_empty, of_all);
+    mbarrier_init(&shared.sums_full, is_split(params) ? 1 : kMultiplyingWarps);
+    mbarrier_init(&shared.sums_empty, kMultiplyingWarps * params.splits.divisor);
     fence_mbarriers_made();
     fence_proxy_async_shared();  // the first loads complete at them, behind no barrier
   }
@@ -348,14 +317,13 @@ struct StreamingKernel {
     }
   }
 
-  template <int kVariant>
   CUTLASS_DEVICE static void load_weight(Params const& params, Shared& shared, Place const& place) {
     bool const issues = lane_id() == 0;
     if (issues) {
       Weight const& first = params.weights[Tile(params, place, place.cluster).weight];
       if constexpr (!kIsPacked) prefetch_descriptor(&first.map);
       if constexpr (kIsGated) prefetch_descriptor(&first.up);
-      make_barriers<kVariant>(params, shared);
+      make_barriers(params, shared);
     }
     __syncwarp();
     say_barriers_are_made(params);
@@ -412,30 +380,17 @@ struct StreamingKernel {
     }
   }
 
-  template <int kVariant>
   CUTLASS_DEVICE static void load_a(Params const& params, Shared& shared, Place const& place) {
     if (has_cluster(params)) cluster_arrive();
     bool const issues = lane_id() == 0;
-    bool awaits = true;
-    if constexpr ((kVariant & kStartsLean) != 0) {
-      if (issues)
-        prefetch_descriptor(descriptor_of(params, Tile(params, place, place.cluster).rows));
-      awaits = params.arrival.signals != nullptr;
-    }
     wait_for_previous_kernel();
-    if (awaits) {
-      uint32_t const seen = first_look(params.arrival);
-      if (issues) shared.seen = seen;
-      __syncwarp();
-      fence_proxy_async_global();
-    }
+    uint32_t const seen = first_look(params.arrival);
+    if (issues) shared.seen = seen;
+    __syncwarp();
+    fence_proxy_async_global();
     await_barriers(params);
     Stage stage;
-    if (awaits) {
-      load_rows<true>(params, shared, place, stage);
-    } else {
-      load_rows<false>(params, shared, place, stage);
-    }
+    load_rows(params, shared, place, stage);
     __syncwarp();
     if (issues) {
       // A stage that was never used has nobody to wait for, as at the start.
@@ -447,20 +402,13 @@ struct StreamingKernel {
     finish(params.release, int32_t(gridDim.x), params.arrival.wait_limit);
   }
 
-  /// Does what load_a() does, in code that does not lie between the other warps'.
-  template <int kVariant>
-  __device__ __noinline__ static void load_a_elsewhere(Params const& params, Shared& shared) {
-    load_a<kVariant>(params, shared, Place(params));
-  }
-
   CUTLASS_DEVICE static CUtensorMap const* descriptor_of(Params const& params, Range const& rows) {
     return rows.size() < kTileM               ? &params.last_rows
            : params.local_rows.contains(rows) ? &params.a_local
                                               : &params.a;
   }
 
-  /// Loads A stage after stage; kAwaits: behind the gate of its chunks.
-  template <bool kAwaits>
+  /// Loads A stage after stage, behind the gate of its chunks.
   CUTLASS_DEVICE static void load_rows(Params const& params, Shared& shared, Place const& place,
                                        Stage& stage) {
     bool const issues = lane_id() == 0;
@@ -474,10 +422,8 @@ struct StreamingKernel {
                                                place.k_tiles, is_local);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
-        if constexpr (kAwaits) {
-          while (k >= gate.k_end()) gate.look(true);
-          __syncwarp();
-        }
+        while (k >= gate.k_end()) gate.look(true);
+        __syncwarp();
         uint64_t* const full = &shared.full[stage.index];
         if constexpr (kScalesBlocks) {
           mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
@@ -618,53 +564,39 @@ struct StreamingKernel {
     }
   }
 
-  template <int kVariant>
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, Place const& place) {
-    constexpr bool kWarms = (kVariant & kWarmsEnd) != 0;
     if (has_cluster(params)) cluster_arrive();
     await_barriers(params);
     wait_for_previous_kernel();
     typename Sink::template Of<StreamingKernel> sink(params);
     Stage stage;
     uint32_t parity = 0;  // of the tile
-    int32_t const first = place.cluster - (kWarms ? params.clusters : 0);
-    for (int32_t block = first; block < params.blocks; block += params.clusters) {
-      bool const is_real = !kWarms || block >= place.cluster;
-      Tile const tile(params, place, is_real ? block : place.cluster);
+    for (int32_t block = place.cluster; block < params.blocks; block += params.clusters) {
+      Tile const tile(params, place, block);
       Sums sums{};
       [[maybe_unused]] Sums part{};
-      int32_t const k_end = is_real ? place.k_tiles.end : place.k_tiles.begin;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t k = place.k_tiles.begin; k < k_end; ++k, stage.advance()) {
+      for (int32_t k = place.k_tiles.begin; k < place.k_tiles.end; ++k, stage.advance()) {
         mbarrier_wait(&shared.full[stage.index], stage.phase);
         add_stage(shared, stage.index, sums, part);
         give_back(shared, place, stage.index);
       }
-      if (block != first) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
-      if (sends_async<kVariant>(params)) {
-        if (threadIdx.x == 0) {
-          int32_t const rows = own_rows(params, place, tile) * params.splits.divisor;
-          mbarrier_arrive_expecting(&shared.sums_full,
-                                    uint32_t(rows) * kTileN * uint32_t(sizeof(float)));
-        }
+      if (block != place.cluster) mbarrier_wait_in_cluster(&shared.sums_empty, parity ^ 1);
+      if (is_split(params)) {
+        if (threadIdx.x == 0) expect_sums(params, shared, place, tile);
         send_sums<true>(params, shared, place, tile, sums);
       } else {
         send_sums<false>(params, shared, place, tile, sums);
-        arrive_at_splits(params, place, &shared.sums_full);
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(&shared.sums_full);
       }
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
       if constexpr (Sink::kSends) {
         sink.send(shared, place, tile);
       } else {
-        add_up(params, shared, place, tile, is_real);
+        add_up(params, shared, place, tile);
       }
-      if (block + params.clusters < params.blocks) {
-        if (sends_async<kVariant>(params)) {
-          say_sums_are_read(params, place, &shared.sums_empty);
-        } else {
-          arrive_at_splits(params, place, &shared.sums_empty);
-        }
-      }
+      if (block + params.clusters < params.blocks) say_sums_are_read(params, shared, place);
       parity ^= 1;
     }
     if constexpr (Sink::kSends) sink.take(place);
@@ -686,26 +618,24 @@ struct StreamingKernel {
     }
   }
 
-  /// Arrives for a warp at the barrier of all CTAs that have splits of its tile. In one CTA it need
-  /// not wait until the stores to a cluster are there, which takes about as long as a load.
-  CUTLASS_DEVICE static void arrive_at_splits(Params const& params, Place const& place,
-                                              uint64_t* barrier) {
-    __syncwarp();
-    int32_t const split = lane_id();
-    if (params.splits.divisor == 1) {
-      if (split == 0) mbarrier_arrive(barrier);
-    } else if (split < params.splits.divisor) {
-      mbarrier_arrive_releasing_in_cluster(barrier, place.rank_of(split));
-    }
+  /// Tells the owner's barrier the bytes that all splits send it.
+  CUTLASS_DEVICE static void expect_sums(Params const& params, Shared& shared, Place const& place,
+                                         Tile const& tile) {
+    int32_t const rows = own_rows(params, place, tile) * params.splits.divisor;
+    mbarrier_arrive_expecting(&shared.sums_full, uint32_t(rows) * kTileN * uint32_t(sizeof(float)));
   }
 
-  /// Arrives for a warp that has read its sums, as a warp that has read a stage does: there is
-  /// nothing that the arrival would have to release.
-  CUTLASS_DEVICE static void say_sums_are_read(Params const& params, Place const& place,
-                                               uint64_t* barrier) {
+  /// Arrives for a warp that has read its sums, at the barriers of all CTAs that have splits of its
+  /// tile.
+  CUTLASS_DEVICE static void say_sums_are_read(Params const& params, Shared& shared,
+                                               Place const& place) {
     __syncwarp();
     int32_t const split = lane_id();
-    if (split < params.splits.divisor) mbarrier_arrive_in_cluster(barrier, place.rank_of(split));
+    if (!is_split(params)) {
+      if (split == 0) mbarrier_arrive(&shared.sums_empty);
+    } else if (split < params.splits.divisor) {
+      mbarrier_arrive_in_cluster(&shared.sums_empty, place.rank_of(split));
+    }
   }
 
   /// Where the owner of a row has its sums of one split; `of_owner`: the row's number among its.
@@ -714,7 +644,8 @@ struct StreamingKernel {
            kSumPitch;
   }
 
-  template <bool kAsync>
+  /// Writes a thread's sums to their owners. kIsSplit: these may be other CTAs.
+  template <bool kIsSplit>
   CUTLASS_DEVICE static void send_sums(Params const& params, Shared& shared, Place const& place,
                                        Tile const& tile, Sums const& sums) {
     auto const thread = int32_t(threadIdx.x);
@@ -724,23 +655,19 @@ struct StreamingKernel {
       if (row >= tile.rows.size()) break;
       float* const of_row = shared.sums + sums_at(params, place.split, params.splits.divide(row)) +
                             fragment_row(thread);
-      // What a CTA keeps goes by plain stores, which its own arrival releases.
-      bool const stays = !kAsync && params.splits.divisor == 1;
-      int32_t const owner = stays ? 0 : place.rank_of(params.splits.remainder(row));
-      uint32_t const to = stays ? 0 : address_in_cluster(of_row, owner);
-      uint32_t const completes = kAsync ? address_in_cluster(&shared.sums_full, owner) : 0;
+      int32_t const owner = kIsSplit ? place.rank_of(params.splits.remainder(row)) : 0;
+      uint32_t const to = kIsSplit ? address_in_cluster(of_row, owner) : 0;
+      uint32_t const completes = kIsSplit ? address_in_cluster(&shared.sums_full, owner) : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < kAtoms; ++atom) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
           int const at = atom * kStreamedColumns + 8 * half;
           float const sum = sums[atom][4 * (i / 2) + 2 * half + i % 2];
-          if constexpr (kAsync) {
+          if constexpr (kIsSplit) {
             store_and_complete_in_cluster(to + uint32_t(at) * sizeof(float), sum, completes);
-          } else if (stays) {
-            of_row[at] = sum;
           } else {
-            store_in_cluster(to + uint32_t(at) * sizeof(float), sum);
+            of_row[at] = sum;
           }
         }
       }
@@ -763,9 +690,9 @@ struct StreamingKernel {
     return sum;
   }
 
-  /// Adds up this CTA's share of a tile and stores it, if `stores`.
+  /// Adds up this CTA's share of a tile and stores it.
   CUTLASS_DEVICE static void add_up(Params const& params, Shared const& shared, Place const& place,
-                                    Tile const& tile, bool stores) {
+                                    Tile const& tile) {
     constexpr int kPieces = kOutColumns / kAlignment;  // of a row
     Weight const& weight = params.weights[tile.weight];
     int32_t const splits = params.splits.divisor;
@@ -787,11 +714,11 @@ struct StreamingKernel {
         auto const of_row = Policy::row(weight.epilogue, row);
         if constexpr (Policy::kScaled) {
           RowScaleArgs const& scales = weight.epilogue.row_scales;
-          if (stores && scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
+          if (scales.out != nullptr && column == 0) scales.out[row] = of_row.scale;
         }
         found = Policy::apply(weight.epilogue, of_row, column, sum);
       }
-      if (stores) *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to) = found;
+      *reinterpret_cast<cutlass::AlignedArray<Element, kAlignment>*>(to) = found;
     }
   }
 
@@ -822,11 +749,11 @@ struct StreamingKernel {
   }
 };
 
-template <class Kernel, int kVariant>
+template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     streaming_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char streaming_memory[];
-  Kernel::template run<kVariant>(params, streaming_memory);
+  Kernel::run(params, streaming_memory);
 }
 
 }  // namespace agmm

@@ -24,7 +24,8 @@ template <int kTileM, int kTileN, bool kPerColumn>
 struct StageScales {
   static constexpr int kColumns = kPerColumn ? kTileN : 1;
   static_assert(kPerColumn || kScaleBlock % kTileN == 0);
-  float rows[kTileM];
+  // A thread reads two of them at once, in every stage of the ring.
+  alignas(16) float rows[kTileM];
   float columns[kColumns];
 
   /// Copies the scales of k tile `k`, by all lanes of a warp, each of which arrives at `full`. Rows
