@@ -282,7 +282,11 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
             if torch.is_grad_enabled():
                 _check_no_backward(A=A, B=B)
             group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
-            settings = ScatterSettings(scatter_dim, reduce_op)
+
+            def own() -> PlainScatter:
+                settings = ScatterSettings(scatter_dim, reduce_op)
+                return PlainScatter([A], [B], None, group, settings)
+
             found = _served(
                 "fused_matmul_reduce_scatter",
                 group,
@@ -290,7 +294,7 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
                 (reduce_op, scatter_dim, *map(kind_of, (A, B))),
                 _Ways(
                     lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
-                    lambda: _why_unfused_scatter(PlainScatter([A], [B], None, group, settings)),
+                    lambda: _why_unfused_scatter(own()),
                     lambda fused: _scatter_route(A, fused),
                 ),
                 lambda route: route([A], [B], group, scatter_dim, reduce_op),
