@@ -24,6 +24,7 @@ __all__: list[str] = [
     "DType",
     "FP8_ALIGNMENT",
     "Format",
+    "GRADIENT_MULTIPLE",
     "GatherProblem",
     "GatherWeight",
     "KernelConfig",
@@ -42,6 +43,7 @@ __all__: list[str] = [
     "MOST_CHOICES",
     "MOST_COMBINED_PARTS",
     "MOST_EXPERTS",
+    "MOST_QUANTIZED_COLUMNS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
@@ -58,6 +60,7 @@ __all__: list[str] = [
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
+    "activation_gradient",
     "async_input_mm",
     "call_tag",
     "capture_of",
@@ -79,6 +82,7 @@ __all__: list[str] = [
     "kernel_facts",
     "lag_for",
     "lagged_steps",
+    "load_activation_gradients",
     "load_ordered_sums",
     "load_quantizers",
     "mismatch_message",
@@ -1108,6 +1112,19 @@ class CudaRowCombine:
     @property
     def slot_bytes(self) -> int: ...
 
+def activation_gradient(
+    activation: str,
+    dtype: DType,
+    rows: int,
+    columns: int,
+    matrices: collections.abc.Sequence[tuple[int, int]],
+    quantized: tuple[QuantizedTo, ScaleOf, bool, int, int] | None,
+    stream: int,
+) -> None:
+    """
+    Enqueues the gradients of products for that of their activation, in float32, rounded once. matrices: address and stride of rows of the result's gradient, of gate and up, and of their gradients; without a gate of the result's gradient, the product and its gradient. quantized: dtype, what a scale covers, whether to powers of two, addresses of values and scales of both gradients side by side; None for none.
+    """
+
 def async_input_mm(
     problem: MatmulProblem,
     addresses: collections.abc.Sequence[int],
@@ -1246,6 +1263,11 @@ def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
 def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
     """
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
+    """
+
+def load_activation_gradients() -> None:
+    """
+    Loads the kernels of activation_gradient on the current device, which waits for it.
     """
 
 def load_ordered_sums() -> None:
@@ -1459,6 +1481,7 @@ ALIGNMENT: int
 CAPABILITY: int
 COLLECTIVE_PACKET_BYTES: int
 FP8_ALIGNMENT: int
+GRADIENT_MULTIPLE: int
 LEAST_CAPABILITY: int
 MAX_CLUSTER_SPLITS: int
 MAX_COLLECTIVE_CTAS: int
@@ -1473,6 +1496,7 @@ MAX_STREAMING_CLUSTER: int
 MOST_CHOICES: int
 MOST_COMBINED_PARTS: int
 MOST_EXPERTS: int
+MOST_QUANTIZED_COLUMNS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

@@ -17,25 +17,6 @@ using namespace quantizing;
 
 bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-template <int kLanes>
-__device__ float max_of_lanes(float value) {
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    value = max_or_nan(value, __shfl_xor_sync(0xffffffffu, value, step));
-  }
-  return value;
-}
-
-/// The maximum over all threads of the CTA, in each of them. `room` has a word for each warp.
-__device__ float max_of_cta(float value, float* room) {
-  value = max_of_lanes<kWarp>(value);
-  if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = room[threadIdx.x % (kThreads / kWarp)];
-  value = max_of_lanes<kThreads / kWarp>(value);
-  __syncthreads();  // before the room is used again
-  return value;
-}
-
 /// Quantises each row by a CTA, or by a warp, which holds the row in registers between amax and
 /// conversion: kKept vectors in each thread. What a longer row has beyond these is read again.
 template <QuantizedTo to, class In, int kThreadsOfRow, int kKept>
@@ -66,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
         amax = max_or_nan(amax, x[at].amax());
       }
     }
-    amax = kThreadsOfRow == kWarp ? max_of_lanes<kWarp>(amax) : max_of_cta(amax, room);
+    amax = kThreadsOfRow == kWarp ? max_of_lanes<kWarp>(amax) : max_of_cta<kThreads>(amax, room);
     if (!is_there) continue;
     float const up = up_of<to>(amax, args.power_of_2);
     if (lane == 0) args.scales[row] = __frcp_rn(up);
@@ -119,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) matrix_amax(Quantize const args) {
        i += int64_t(gridDim.x) * kThreads) {
     amax = max_or_nan(amax, static_cast<V const*>(args.x)[i].amax());
   }
-  amax = max_of_cta(amax, room);
+  amax = max_of_cta<kThreads>(amax, room);
   if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(args.amax), __float_as_uint(amax));
 }
 

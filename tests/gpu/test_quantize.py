@@ -225,7 +225,7 @@ LOADED_BEFORE = """
 import time
 import torch
 from agmm import _core
-from agmm.runtime import cuda_quantize
+from agmm.runtime import cuda_activations, cuda_quantize
 from agmm.runtime.scaling import ALL, BLOCK
 
 TILES = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1))
@@ -236,6 +236,7 @@ found = [torch.ones(64, columns, device="cuda", dtype=dtype)
 room = [torch.empty(64 * 40960, device="cuda") for _ in range(4)]
 del room  # memory that needs no call of the driver's
 _core.load_quantizers()
+_core.load_activation_gradients()
 torch.cuda.synchronize()
 end = torch.cuda.Event()
 torch.cuda._sleep(4_000_000_000)
@@ -247,6 +248,15 @@ with torch.cuda.stream(torch.cuda.Stream()):
                 assert cuda_quantize.quantised(x, tile, to, power_of_2=False) is not None
             made = cuda_quantize.quantised_columns(x, to, power_of_2=False)
             assert made is not None and cuda_quantize.transposed(made[0]) is not None
+    for x in found:
+        if x.dtype != torch.float32:
+            for activation, products in (("silu", [x]), ("gelu_mul", [x, x])):
+                assert cuda_activations.gradients(activation, x, products) is not None
+            if x.shape[1] == 2048:
+                for tile in TILES[:2]:
+                    cast = cuda_activations.Cast(tile, torch.float8_e4m3fn, True)
+                    made = cuda_activations.joint_gradients("silu_mul", x, [x, x], cast)
+                    assert made is not None and made[1] is not None
 print("waited" if end.query() else "went on")
 torch.cuda.synchronize()
 """

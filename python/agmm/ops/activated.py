@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from agmm.ops.activation_gradients import gradients
 from agmm.runtime.epilogues import Epilogue
 
 
@@ -23,7 +24,7 @@ class _Activated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        dgate, dup = Epilogue(ctx.activation).gradients([dout], ctx.saved_tensors)
+        dgate, dup = gradients(Epilogue(ctx.activation), [dout], ctx.saved_tensors)
         return None, dgate, dup
 
 
