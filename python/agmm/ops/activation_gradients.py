@@ -40,10 +40,10 @@ def _by_kernel(
 
 
 def joint_gradients(
-    activation: str, dout: torch.Tensor, products: Sequence[torch.Tensor], cast: Cast
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """The gradients of the products of gate and up side by side, [..., 2 N], and the values and
-    scales of these rows in fp8."""
+    activation: str, dout: torch.Tensor, products: Sequence[torch.Tensor], cast: Cast | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The gradients of the products of gate and up side by side, [..., 2 N], and, where a cast
+    is given, the values and scales of these rows in fp8."""
     found = None
     if dout.is_cuda and not is_traced(dout):
         found = cuda_activations.joint_gradients(activation, dout, products, cast)
@@ -51,7 +51,7 @@ def joint_gradients(
         of_both = Epilogue(activation).gradients([dout], products)
         found = torch.cat([one for one in of_both if one is not None], -1), None
     joint, in_fp8 = found
-    if in_fp8 is None:
+    if in_fp8 is None and cast is not None:
         rows = joint.flatten(0, -2)
         in_fp8 = quantised(rows, cast.tile, cast.dtype, power_of_2=cast.power_of_2)
     return joint, in_fp8
