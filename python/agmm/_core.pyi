@@ -82,7 +82,6 @@ __all__: list[str] = [
     "kernel_facts",
     "lag_for",
     "lagged_steps",
-    "load_activation_gradients",
     "load_ordered_sums",
     "load_quantizers",
     "mismatch_message",
@@ -929,6 +928,8 @@ class ScaleOf:
       matrix
 
       column
+
+      square
     """
 
     __members__: typing.ClassVar[dict[str, ScaleOf]]
@@ -936,6 +937,7 @@ class ScaleOf:
     column: typing.ClassVar[ScaleOf]
     matrix: typing.ClassVar[ScaleOf]
     row: typing.ClassVar[ScaleOf]
+    square: typing.ClassVar[ScaleOf]
     @typing.overload
     def __eq__(self, other: ScaleOf) -> bool: ...
     @typing.overload
@@ -1265,11 +1267,6 @@ def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tup
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
     """
 
-def load_activation_gradients() -> None:
-    """
-    Loads the kernels of activation_gradient on the current device, which waits for it.
-    """
-
 def load_ordered_sums() -> None:
     """
     Loads the kernels of ordered_sum on the current device, which waits for it.
@@ -1277,7 +1274,7 @@ def load_ordered_sums() -> None:
 
 def load_quantizers() -> None:
     """
-    Loads the kernels of these functions on the current device, which waits for it.
+    Loads the kernels that quantise, and those of activation_gradient, on the current device, which waits for it.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:

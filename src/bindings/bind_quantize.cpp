@@ -144,11 +144,19 @@ void bind_quantize(py::module_& m) {
       .value("row", ScaleOf::Row)
       .value("block", ScaleOf::Block)
       .value("matrix", ScaleOf::Matrix)
-      .value("column", ScaleOf::Column);
+      .value("column", ScaleOf::Column)
+      .value("square", ScaleOf::Square);
   m.attr("QUANTIZE_MULTIPLE") = agmm::kQuantizeMultiple;
   m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
-  m.def("load_quantizers", &agmm::load_quantizers, py::call_guard<py::gil_scoped_release>(),
-        "Loads the kernels of these functions on the current device, which waits for it.");
+  m.def(
+      "load_quantizers",
+      [] {
+        agmm::load_quantizers();
+        agmm::load_activation_gradients();
+      },
+      py::call_guard<py::gil_scoped_release>(),
+      "Loads the kernels that quantise, and those of activation_gradient, on the current device, "
+      "which waits for it.");
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),
@@ -184,9 +192,6 @@ void bind_quantize(py::module_& m) {
         "next. bias, residual: 0 for none. is_wide: out is float32 (float64 for float64).");
   m.attr("GRADIENT_MULTIPLE") = agmm::kGradientMultiple;
   m.attr("MOST_QUANTIZED_COLUMNS") = agmm::kMostQuantizedColumns;
-  m.def("load_activation_gradients", &agmm::load_activation_gradients,
-        py::call_guard<py::gil_scoped_release>(),
-        "Loads the kernels of activation_gradient on the current device, which waits for it.");
   m.def(
       "activation_gradient", &activation_gradient, py::arg("activation"), py::arg("dtype"),
       py::arg("rows"), py::arg("columns"), py::arg("matrices"), py::arg("quantized"),

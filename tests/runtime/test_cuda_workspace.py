@@ -86,8 +86,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(symmetric, "group_facts", lambda group, device: GroupFacts(70, 8))
         properties = mock.Mock(multi_processor_count=132)
         monkeypatch.setattr(of_torch, "get_device_properties", lambda device: properties)
-        for name in ("load_quantizers", "load_activation_gradients"):
-            monkeypatch.setattr(f"agmm._core.{name}", getattr(core, name))
+        monkeypatch.setattr("agmm._core.load_quantizers", core.load_quantizers)
         core.words_offset = lambda slot_bytes, world_size: 0
         core.credit_words = lambda world_size: [0]
         symm_mem.empty = mock.Mock(side_effect=lambda *_, **__: torch.zeros(8, dtype=torch.uint8))
@@ -105,7 +104,6 @@ def test_grows_in_steps_once_all_have_the_memory(make: Any) -> None:
     workspace.ensure(MIB)
     assert workspace.slot_bytes == 32 * MIB
     core: Any = cuda.CudaWorkspace.core_class
-    assert core.load_activation_gradients.called
     assert core.load_quantizers.called  # kernels that load later would wait for those that run
     assert known.topics[-1] == "whether their workspaces are ready"
     before = len(known.topics)

@@ -16,6 +16,7 @@ SCALE_OF = {
     (1, BLOCK): _core.ScaleOf.block,
     (ALL, ALL): _core.ScaleOf.matrix,
     (ALL, 1): _core.ScaleOf.column,
+    (BLOCK, BLOCK): _core.ScaleOf.square,
 }
 """What the kernels call the tile that a scale of a row-major matrix covers."""
 

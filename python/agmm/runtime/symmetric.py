@@ -311,7 +311,6 @@ class SymmetricWorkspace:
         all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         reserved = all_sms - group_facts(self.group, self.device).sm_count
         _core.load_quantizers()  # which run before calls; loading them later waits for the GPU
-        _core.load_activation_gradients()  # which run between those of a backward
         return self.core_class(self.rank, places, slot_bytes, reserved)
 
     def _agree(self, slot_bytes: int) -> bool:
