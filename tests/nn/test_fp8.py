@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import fp8_work as work
 import pytest
@@ -123,14 +124,15 @@ def test_blocks_are_for_both_operands_of_a_product() -> None:
     recipe = resolved("block")
     assert recipe is not None and (recipe.name, resolved(recipe)) == ("block", recipe)
     of_rows = Fp8Cast(torch.float8_e4m3fn, True)
-    for changed, message in (
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"weight": of_rows}, "one of input and weight, wanted them for both or none"),
         ({"grad_output": of_rows}, "one of grad_output and weight_for_grad_input, wanted them for"),
         (
             {"input_for_grad_weight": recipe.input},
             "input_for_grad_weight with scales of blocks, wanted others or None",
         ),
-    ):
+    ]
+    for changed, message in bad:
         with pytest.raises(InvalidArgument, match=f"^fp8: found .*{message}"):
             resolved(recipe._replace(**changed))
 

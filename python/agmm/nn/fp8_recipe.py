@@ -90,7 +90,7 @@ class Fp8Recipe(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That by which a layer takes it, or "own"."""
+        """The name by which a layer takes it, or "own" where it has none."""
         return next((name for name, recipe in _NAMED.items() if recipe == self), "own")
 
     @property
