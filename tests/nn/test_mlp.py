@@ -69,6 +69,15 @@ def test_fp8_is_that_of_the_separate_layers(pool: RankPool, recipe: str, compile
     check(pool.run(mlp_work.fp8, 2, recipe, compiled), 2)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hidden", [256, 144])
+def test_scales_of_blocks_are_those_of_the_separate_layers(
+    pool: RankPool, hidden: int, compiled: bool
+) -> None:
+    """Blocks that end with a weight, and such as would cross from gate to up."""
+    check(pool.run(mlp_work.fp8, 2, "block", compiled, 192, hidden), 2)
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("options", "message"),
