@@ -14,6 +14,7 @@ from agmm.errors import InvalidArgument
 from agmm.integrations.low_rank import LowRank
 from agmm.integrations.transformers_styles import served_linear
 from agmm.nn._divided import Divided, divided
+from agmm.nn._filled import filled_shard, filled_up, own_rows_of
 from agmm.nn._targets import local
 
 _STARTS = (True, False, "gaussian")
@@ -126,10 +127,16 @@ class Linear(lora.Linear):  # type: ignore[misc]
             x = local(x, Shard(x.dim() - 1))
             if dim is None:
                 return adapter.summed(x)
-            return adapter.scattered(x.movedim(dim, 0)).movedim(0, dim)
+            rows, length = x.movedim(dim, 0), x.shape[dim]
+            low = adapter.scattered(filled_up(rows, division.ranks.size))
+            return own_rows_of(low, length, division.ranks).movedim(0, dim)
         if dim is None:
             return adapter.of_all_rows(local(x, Replicate()))
-        return adapter.gathered(local(x, Shard(dim)).movedim(dim, 0)).movedim(0, dim)
+        rows, length = local(x, Shard(dim)).movedim(dim, 0), None
+        if isinstance(x, DTensor):
+            length = x.shape[dim]
+            rows = filled_shard(rows, length, division.ranks.size)
+        return adapter.gathered(rows)[:length].movedim(0, dim)
 
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """The base layer's output, and what the active adapters add. Collective."""
@@ -149,7 +156,8 @@ class Linear(lora.Linear):  # type: ignore[misc]
             added = self._added(name, x)
             if isinstance(found, DTensor):
                 mesh, placements = found.device_mesh, found.placements
-                added = DTensor.from_local(added, mesh, placements, run_check=False)
+                sizes = {"shape": found.shape, "stride": found.stride()}
+                added = DTensor.from_local(added, mesh, placements, run_check=False, **sizes)
             found = found + added * self.scaling[name]
         return found.to(dtype)
 

@@ -45,12 +45,6 @@ def mark(x: torch.Tensor, rows: Rows) -> None:
     setattr(x, _TAG, rows)
 
 
-def filled_up(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The rows, and zeros up to a multiple of ``ranks``."""
-    missing = -whole.shape[0] % ranks
-    return torch.nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
-
-
 def _shard(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     size = -(-whole.shape[0] // ranks)
     shard = whole[rank * size : (rank + 1) * size]

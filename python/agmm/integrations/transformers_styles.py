@@ -19,7 +19,6 @@ from agmm.integrations.low_rank import LowRank
 from agmm.integrations.sequence_rows import (
     Rows,
     all_rows,
-    filled_up,
     mark,
     own_rows,
     rows_of,
@@ -27,6 +26,7 @@ from agmm.integrations.sequence_rows import (
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._column_product import column_product
+from agmm.nn._filled import filled_up
 from agmm.nn._ranks import Ranks
 from agmm.nn._stand_in import StandIn, stand_in
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
