@@ -46,6 +46,16 @@ def _families() -> pytest.MarkDecorator:
 
 
 @client
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_its_plans_are_converted(
+    rank_pools: Pools, saved: Callable[[str], Path], world_size: int, family: str
+) -> None:
+    found = rank_pools(world_size).run(transformers_work.by_converted_plan, saved(family))
+    assert found == [[]] * world_size
+
+
+@client
 @pytest.mark.parametrize("kind", ["auto", "sequence"])
 @_families()
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import agmm.integrations.transformers as by_agmm
 from agmm.integrations import transformers_styles
+from agmm.nn import convert_plan
 from agmm.testing.reference import relative_error
 
 LIMIT = 2e-5
@@ -135,6 +138,21 @@ def training(folder: Path, kind: str, batch: int, length: int, checkpointing: bo
         assert name == other_name
         error = relative_error(one, other)
         if error > LIMIT:
+            faults.append(f"{name}: error {error}")
+    return faults
+
+
+def by_converted_plan(folder: Path) -> list[str]:
+    """Faults of a step of a model to which torch has applied its own plan, converted."""
+    whole, sharded = _loaded(folder), _loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = convert_plan(sharded, mesh, sharded.tp_plan, strict=True)
+    parallelize_module(sharded, mesh, plan)
+    tokens, faults = _tokens(2, 9), []
+    for (name, one), (_, other) in zip(
+        _trained(sharded, tokens), _trained(whole, tokens), strict=True
+    ):
+        if (error := relative_error(one, other)) > LIMIT:
             faults.append(f"{name}: error {error}")
     return faults
 
