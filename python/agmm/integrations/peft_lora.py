@@ -123,19 +123,19 @@ class Linear(lora.Linear):  # type: ignore[misc]
         if served is not None:
             return served.low_rank_product(x, adapter)
         dim = division.sequence_dim
+        length = x.shape[dim] if dim is not None else 0
         if not division.by_columns:
             x = local(x, Shard(x.dim() - 1))
             if dim is None:
                 return adapter.summed(x)
-            rows, length = x.movedim(dim, 0), x.shape[dim]
-            low = adapter.scattered(filled_up(rows, division.ranks.size))
-            return own_rows_of(low, length, division.ranks).movedim(0, dim)
+            added = adapter.scattered(filled_up(x.movedim(dim, 0), division.ranks.size))
+            return own_rows_of(added, length, division.ranks).movedim(0, dim)
         if dim is None:
             return adapter.of_all_rows(local(x, Replicate()))
-        rows, length = local(x, Shard(dim)).movedim(dim, 0), None
-        if isinstance(x, DTensor):
-            length = x.shape[dim]
-            rows = filled_shard(rows, length, division.ranks.size)
+        rows = local(x, Shard(dim)).movedim(dim, 0)
+        if not isinstance(x, DTensor):
+            return adapter.gathered(rows).movedim(0, dim)
+        rows = filled_shard(rows, length, division.ranks.size)
         return adapter.gathered(rows)[:length].movedim(0, dim)
 
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -156,8 +156,14 @@ class Linear(lora.Linear):  # type: ignore[misc]
             added = self._added(name, x)
             if isinstance(found, DTensor):
                 mesh, placements = found.device_mesh, found.placements
-                sizes = {"shape": found.shape, "stride": found.stride()}
-                added = DTensor.from_local(added, mesh, placements, run_check=False, **sizes)
+                added = DTensor.from_local(
+                    added,
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=found.shape,
+                    stride=found.stride(),
+                )
             found = found + added * self.scaling[name]
         return found.to(dtype)
 
