@@ -167,12 +167,13 @@ def by_converted_plan(folder: Path) -> list[str]:
 
 def _on_all_rows(*results: Placement | None) -> Any:
     """A module that each rank runs on all rows, between a gather and its own shard."""
+    wanted: Any = Shard(1), *results
     return PrepareModuleInputOutput(
         input_layouts=Shard(1),
         desired_input_layouts=Replicate(),
         use_local_input=True,
         output_layouts=(Replicate(), *results),
-        desired_output_layouts=(Shard(1), *results),
+        desired_output_layouts=wanted,
         use_local_output=False,
     )
 

@@ -7,12 +7,12 @@ import pytest
 
 from agmm.testing.ranks import RankPool
 
-_COLUMN = "LaidOut(ReplicatedColwiseParallel(), None, R)"
+_COLUMN = "LaidOut(ReplicatedColwiseParallel(), None, Replicate())"
 _STYLES: dict[str, dict[str, str]] = {
     "torchtitan": {
         "tok_embeddings": "RowwiseParallel",
         "norm": "SequenceParallel",
-        "output": "LaidOut(GatherColwiseParallel(sequence_dim=1), None, R)",
+        "output": "LaidOut(GatherColwiseParallel(sequence_dim=1), None, Replicate())",
         "layers.0.attention": "Several(PrepareModuleInput",
         "layers.0.attention.wo": "RowwiseScatterParallel(sequence_dim=1)",
         "layers.0.feed_forward": "SharedGatherParallel(sequence_dim=1)",
@@ -29,7 +29,7 @@ _STYLES: dict[str, dict[str, str]] = {
         "layers.0.attention.q_norm": "SummedGradients()",
         "layers.0.attention.wv": "ReplicatedColwiseParallel()",
         "layers.0.feed_forward.w3": _COLUMN,
-        "layers.0.feed_forward.w2": "LaidOut(RowwiseAllReduceParallel(), R, None)",
+        "layers.0.feed_forward.w2": "LaidOut(RowwiseAllReduceParallel(), Replicate(), None)",
     },
 }
 
@@ -68,16 +68,19 @@ def test_linears_keep_their_layouts(pool: RankPool, world_size: int) -> None:
                 "of forward, and a subclass has its own"
             ),
         ),
-        ("partial", "'': found the layout P(sum), wanted Shard or Replicate"),
+        ("partial", "'': found the layout Partial(sum), wanted Shard or Replicate"),
         ("unknown", "'': found convert_work._Own, which agmm does not know"),
         ("router", "'': found 'gate' in it, which may take the gathered input too"),
-        ("two arguments", "'': it gathers other arguments than the first"),
+        ("two arguments", "'': found a gather of other arguments, wanted one of the first alone"),
         (
             "features",
             "'': found column-wise linears of [6, 8] features in it, wanted one number",
         ),
         ("outputs", "'': found column-wise linears with several layouts of outputs in it"),
-        ("of features", "'': it makes R of S(-1), wanted Replicate() of rows"),
+        (
+            "of features",
+            "'': found Shard(dim=-1) to Replicate(), wanted a Shard of rows to Replicate()",
+        ),
     ],
 )
 def test_what_stays_torchs_is_named(pool: RankPool, kind: str, reason: str) -> None:

@@ -50,6 +50,12 @@ def test_scattered_rows_compiled(pool: RankPool, local: bool) -> None:
     assert pool.run(uneven_work.scattered, 2, 5, 1, local, True)[3:] == [[]] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [7, 8])
+def test_gathered_rows_compiled(pool: RankPool, length: int) -> None:
+    assert pool.run(uneven_work.gathered_compiled, length)[3:] == [[]] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -165,6 +165,32 @@ def scattered(
     return faults
 
 
+def gathered_compiled(length: int) -> list[str] | None:
+    """Faults of two gathers of a DTensor whose shards differ in size, compiled."""
+    group = group_of(2)
+    if group is None:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(6)
+    feed = Feed()
+    x = torch.randn(2, length, _HIDDEN, dtype=torch.float64)
+    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(1)])
+    plan: dict[str, Any] = {"": SharedGatherParallel("w1", "w3")}
+    plan["w2"] = RowwiseScatterParallel(use_local_output=False)
+    sharded: Any = parallelize_module(copy.deepcopy(feed), mesh, plan)
+    torch.compiler.reset()
+    found = torch.compile(sharded, fullgraph=True, backend="aot_eager")(given)
+    (found.to_local() * 2).sum().backward()
+    wanted = feed(x)
+    (wanted * 2).sum().backward()
+    pairs = {"output": (_full(found), wanted)}
+    for (name, one), other in zip(sharded.named_parameters(), feed.parameters(), strict=True):
+        pairs[name] = _full(one.grad), other.grad
+    return [
+        name for name, (one, other) in pairs.items() if relative_error(one, other.detach()) > _LIMIT
+    ]
+
+
 def refused(kind: str) -> str:
     """What a strict style says of rows that two ranks cannot share evenly."""
     group = group_of(2)

@@ -50,12 +50,11 @@ def gather_of(style: ParallelStyle, module: torch.nn.Module) -> Gather | None:
         return None
     first = next(iter(inspect.signature(module.forward).parameters), "")
     if len(changed) > 1 or changed[0] not in (0, first):
-        return Gather(why_not="it gathers other arguments than the first")
+        return Gather(why_not="found a gather of other arguments, wanted one of the first alone")
     layout = given.pop(changed[0])
     if type(layout) is not Shard or layout.dim == -1 or wanted[changed[0]] != Replicate():
-        return Gather(
-            why_not=f"it makes {wanted[changed[0]]} of {layout}, wanted Replicate() of rows"
-        )
+        found = f"{layout!r} to {wanted[changed[0]]!r}"
+        return Gather(why_not=f"found {found}, wanted a Shard of rows to Replicate()")
     return Gather(layout.dim, [*_rest(inputs, given, wanted, len(layouts)), *behind])
 
 

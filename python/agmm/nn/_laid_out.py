@@ -53,7 +53,7 @@ class LaidOut(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.style}, {self.input_layout}, {self.output_layout})"
+        return f"{type(self).__name__}({self.style}, {self.input_layout!r}, {self.output_layout!r})"
 
 
 def _as_dtensor(

@@ -327,7 +327,7 @@ def _laid_out(
     given, wanted = style.input_layouts[0], style.output_layouts[0]
     for layout in (given, wanted):
         if type(layout) not in (Shard, Replicate):
-            return f"found the layout {layout}, wanted Shard or Replicate"
+            return f"found the layout {layout!r}, wanted Shard or Replicate"
     if takes_input and gives_output:
         return made
     first, last = None if takes_input else given, None if gives_output else wanted
