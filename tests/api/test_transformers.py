@@ -71,6 +71,15 @@ def test_plans_of_torch_with_sequence_parallelism_are_converted(
 
 @client
 @pytest.mark.parametrize("kind", ["auto", "sequence"])
+def test_its_trainer(
+    rank_pools: Pools, saved: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    found = rank_pools(2).run(transformers_work.by_trainer, saved("Llama"), kind, tmp_path)
+    assert found == [[]] * 2
+
+
+@client
+@pytest.mark.parametrize("kind", ["auto", "sequence"])
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2", "Phi", "Phi3"])
 def test_further_families(
     rank_pools: Pools, saved: Callable[[str], Path], family: str, kind: str

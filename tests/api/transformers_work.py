@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -259,6 +262,46 @@ def _generated(whole: Any, sharded: Any, length: int) -> list[str]:
     wanted = whole.generate(tokens, **given)
     found = sharded.generate(tokens, **given)
     return [] if torch.equal(found, wanted) else [f"found {found}, wanted {wanted}"]
+
+
+def by_trainer(folder: Path, kind: str, target: Path) -> list[str]:
+    """Faults of what transformers' trainer and accelerate make of a sharded model, in three steps
+    of one batch."""
+    import transformers
+
+    tokens = _tokens(2, 70)
+    whole, sharded = _loaded(folder), _loaded(folder, _plan(kind, folder))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.0)
+    wanted = []
+    for _ in range(3):
+        loss = whole(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    rank = str(dist.get_rank())
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    options: dict[str, Any] = {"logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    options |= {"save_strategy": "no", "lr_scheduler_type": "constant"}
+    # accelerate has tensor parallelism on devices alone.
+    check = "accelerate.parallelism_config.ParallelismConfig._validate_accelerator"
+    on_devices = mock.patch(check)
+    with mock.patch.dict(os.environ, variables), on_devices, redirect_stdout(io.StringIO()):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(target),
+            per_device_train_batch_size=2,
+            max_steps=3,
+            use_cpu=True,
+            learning_rate=1e-2,
+            **options,
+        )
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        trainer = transformers.Trainer(model=sharded, args=arguments, train_dataset=data)
+        trainer.train()
+    found = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    close = len(found) == 3 and torch.allclose(torch.tensor(found), torch.tensor(wanted), 1e-4)
+    return [] if close else [f"losses {found}, wanted {wanted}"]
 
 
 def saving(folder: Path, kind: str, target: Path) -> list[str]:
