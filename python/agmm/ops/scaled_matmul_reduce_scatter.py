@@ -118,7 +118,7 @@ def scaled_matmul_reduce_scatter(
     cover its columns of A and rows of B. On the CPU agmm sends each rank its part as soon as it is
     computed, for any ``scatter_dim`` but the last: products and sums are made in float32, in the
     order of the ranks, and what goes to another rank is rounded to ``out_dtype`` (bf16 where that
-    is fp8). So do agmm's kernels on Hopper, tile by tile, with tensor-wise and row-wise scales, a
+    is fp8). So do agmm's kernels on Hopper, tile by tile, with all scales but block 1x128, a
     column-major B, a bf16 result and a bf16 bias or none. Else on CUDA it is ``torch._scaled_mm``
     where that has the scales, or float32, and the backend's reduce-scatter; of both agmm warns
     once. The op has no backward.
