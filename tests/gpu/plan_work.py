@@ -24,8 +24,7 @@ from agmm.testing.reference import relative_error
 
 _WORDS, _HIDDEN, _BETWEEN = 768, 384, 1152
 _LIMIT = 0.03
-"""The limit for bfloat16 against float32: three products one behind the other, and what is summed
-of them."""
+"""The error of bfloat16 against float32 in three products one behind the other, and their sums."""
 
 
 class Feed(torch.nn.Module):

@@ -141,7 +141,9 @@ def _full(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def against_whole(world_size: int, which: str) -> tuple[list[str], dict[str, str]] | None:
+def against_whole(
+    world_size: int, which: str, compiled: bool = False
+) -> tuple[list[str], dict[str, str]] | None:
     """Faults of a model under a converted plan, and the styles of its first layer and its ends."""
     group = group_of(world_size)
     if group is None:
@@ -154,7 +156,11 @@ def against_whole(world_size: int, which: str) -> tuple[list[str], dict[str, str
     parallelize_module(sharded, mesh, plan)
     ids = torch.randint(0, _WORDS, (2, 8))
     scale = torch.randn(2, 8, _WORDS, **_WHERE)
-    wanted, found = whole(ids), sharded(ids)
+    run: Any = sharded
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(sharded, fullgraph=True, backend="aot_eager")
+    wanted, found = whole(ids), run(ids)
     (wanted * scale).sum().backward()
     (found * scale).sum().backward()
     pairs = {"output": (found, wanted)}
@@ -345,3 +351,34 @@ def kept() -> dict[str, str]:
     shard = x.chunk(2, 1)[dist.get_rank(group)].contiguous()
     torch.testing.assert_close(held(x=shard, scale=scale), wanted)
     return {name: type(style).__name__ for name, style in made.items()}
+
+
+class _Crossed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(8, 8)
+        self.key = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        query: torch.Tensor = self.query(x * 2)
+        key: torch.Tensor = self.key(x if other is None else other)
+        return query.sum() + key.sum()
+
+
+def crossed() -> list[str]:
+    """What a module says of which a linear takes its input, and of one that takes another."""
+    group = group_of(2)
+    if group is None:
+        return []
+    mesh = DeviceMesh.from_group(group, "cpu")
+    said = []
+    module, columns = _Crossed(), ColwiseParallel()
+    plan = {"": _gathered(None), "query": columns, "key": columns}
+    parallelize_module(module, mesh, convert_plan(module, mesh, plan, strict=True))
+    for other in (None, torch.ones(1, 6, 8)):
+        try:
+            module(torch.ones(1, 2, 8), other)
+            said.append("no error")
+        except agmm.InvalidArgument as error:
+            said.append(str(error))
+    return said

@@ -15,7 +15,7 @@ _STYLES: dict[str, dict[str, str]] = {
         "output": "LaidOut(GatherColwiseParallel(sequence_dim=1), None, Replicate())",
         "layers.0.attention": "Several(PrepareModuleInput",
         "layers.0.attention.wo": "RowwiseScatterParallel(sequence_dim=1)",
-        "layers.0.feed_forward": "SharedGatherParallel(sequence_dim=1)",
+        "layers.0.feed_forward": "GatherOfInput(sequence_dim=1)",
         "layers.0.feed_forward.w2": "RowwiseScatterParallel(sequence_dim=1)",
     },
     "all rows": {
@@ -43,6 +43,13 @@ def test_a_converted_plan_is_the_whole_model(pool: RankPool, which: str, world_s
         for name, style in _STYLES[which].items():
             assert styles[name].startswith(style), styles[name]
     assert ("layers.0.feed_forward.w1" in styles) == (which != "torchtitan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", convert_work.PLANS)
+def test_a_converted_plan_compiled(pool: RankPool, which: str) -> None:
+    found = pool.run(convert_work.against_whole, 2, which, True)[3:]
+    assert [faults for faults, _ in found] == [[]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -147,3 +154,11 @@ def test_styles_without_linears_stay(pool: RankPool) -> None:
         "norm": "PrepareModuleOutput",
     }
     assert pool.run(convert_work.kept)[3:] == [found] * 2
+
+
+def test_a_linear_that_takes_something_else_is_named(pool: RankPool) -> None:
+    linear = "'_Crossed.key', Linear(in_features=8, out_features=8, bias=True)"
+    found = "x: found 6 in dimension 1, wanted 2 as in the input of the module"
+    why = "the linear of a converted plan takes shards of that alone"
+    said = f"GatherOfInput on {linear}: {found}: {why}"
+    assert pool.run(convert_work.crossed)[3:] == [["no error", said]] * 2

@@ -1,5 +1,6 @@
-"""Styles that a converted plan is made of beside agmm's own: other layouts at a linear's ends,
-several styles on one module, and parameters that see a part of an activation."""
+"""Styles that a converted plan is made of beside agmm's own: other layouts at a linear's ends, a
+shared gather that looks at what it is given, several styles on one module, and parameters that see
+a part of an activation."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from agmm.nn import _divided
 from agmm.nn._ranks import Ranks, ascending
 from agmm.nn._summed_gradients import summed_gradients
+from agmm.nn._targets import Target
+from agmm.nn.styles import SharedGatherParallel
 
 
 class LaidOut(ParallelStyle):
@@ -70,6 +73,46 @@ def _redistributed(
 ) -> torch.Tensor:
     out = out.redistribute(placements=[placement])
     return out.to_local() if is_local else out
+
+
+class GatherOfInput(SharedGatherParallel):
+    """The shared gather of a converted plan. The linears took a gathered input there, and take
+    shards now; what is no shard, as the states of an encoder, is refused by its length."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        module = super()._apply(module, device_mesh)
+        lengths: list[int] = []
+        module.register_forward_pre_hook(
+            partial(_note_length, lengths, self.sequence_dim), with_kwargs=True
+        )
+        for name in self.names:
+            target = Target(self, module.get_submodule(name), f"{type(module).__name__}.{name}")
+            hook = partial(_check_length, target, lengths, self.sequence_dim)
+            target.module.register_forward_pre_hook(hook)
+        return module
+
+
+def _is_shard(x: Any) -> bool:
+    """Whether only its length tells a tensor that is a shard from one that is none."""
+    return type(x) is torch.Tensor and x.dim() > 1
+
+
+def _note_length(
+    lengths: list[int], dim: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    x = next(iter((*args, *kwargs.values())), None)
+    lengths[:] = [x.shape[dim]] if isinstance(x, torch.Tensor) and _is_shard(x) else []
+
+
+def _check_length(
+    target: Target, lengths: list[int], dim: int, _: torch.nn.Module, args: tuple[Any, ...]
+) -> None:
+    x = args[0]
+    if lengths and _is_shard(x) and x.shape[dim] != lengths[0]:
+        raise target.fault(
+            f"x: found {x.shape[dim]} in dimension {dim}, wanted {lengths[0]} as in the input of "
+            "the module: the linear of a converted plan takes shards of that alone"
+        )
 
 
 class Several(ParallelStyle):

@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.nn._gathers import Gather, gather_of
-from agmm.nn._laid_out import LaidOut, Several, SummedGradients
+from agmm.nn._laid_out import GatherOfInput, LaidOut, Several, SummedGradients
 from agmm.nn._ranks import group_of_mesh
 from agmm.nn._targets import Target
 from agmm.nn.replicated import ReplicatedColwiseParallel, RowwiseAllReduceParallel
-from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, SharedGatherParallel
+from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel
 
 _FEATURES = Shard(-1)
 
@@ -221,7 +221,7 @@ def _shared(
     if len(features) > 1:
         return f"found column-wise linears of {sorted(features)} features in it, wanted one number"
     own = len(holder.name) + 1 if holder.name else 0
-    shared = SharedGatherParallel(
+    shared = GatherOfInput(
         *(one.name[own:] for one in columns),
         sequence_dim=gather.dim,
         use_local_output=local.pop(),
