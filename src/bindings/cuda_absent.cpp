@@ -6,6 +6,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/grouped_matmul.hpp"
+#include "agmm/packed_matmul.hpp"
 #include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
 #include "ops/activation_gradient.hpp"
@@ -34,6 +35,7 @@ void ordered_sum(OrderedSum const&, void*) { refuse(); }
 void load_activation_gradients() { refuse(); }
 void activation_gradient(ActivationGradient const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
+void packed_matmul(PackedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

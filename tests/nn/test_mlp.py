@@ -20,7 +20,7 @@ def check(results: list[Any], world_size: int) -> None:
     assert results == [None] * (5 - world_size) + [[]] * world_size
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bias", "activation", "options"),
     [
