@@ -306,17 +306,17 @@ void launch(Kernel* kernel, int threads, int64_t ctas, ActivationGradient const&
 template <class In>
 void launch_rows(ActivationGradient const& args, cudaStream_t stream) {
   int const vectors = args.columns / kSize;
-  constexpr int kMost = 1024;  // threads
+  constexpr int kMany = 2 * kThreads;
   // Each case takes the fewest registers that hold the row.
   if (vectors <= kThreads) {
     launch(gradients_and_rows<In, kThreads, 1>, kThreads, args.rows, args, stream);
   } else if (vectors <= 2 * kThreads) {
     launch(gradients_and_rows<In, kThreads, 2>, kThreads, args.rows, args, stream);
-  } else if (vectors <= 4 * kThreads) {
-    launch(gradients_and_rows<In, 2 * kThreads, 2>, 2 * kThreads, args.rows, args, stream);
+  } else if (vectors <= 2 * kMany) {
+    launch(gradients_and_rows<In, kMany, 2>, kMany, args.rows, args, stream);
   } else {
-    static_assert(kMostQuantizedColumns == 2 * kMost * kSize);
-    launch(gradients_and_rows<In, kMost, 2>, kMost, args.rows, args, stream);
+    static_assert(kMostQuantizedColumns == 4 * kMany * kSize);
+    launch(gradients_and_rows<In, kMany, 4>, kMany, args.rows, args, stream);
   }
 }
 
@@ -342,7 +342,7 @@ void load_all() {
   load(gradients_and_rows<In, kThreads, 1>);
   load(gradients_and_rows<In, kThreads, 2>);
   load(gradients_and_rows<In, 2 * kThreads, 2>);
-  load(gradients_and_rows<In, 1024, 2>);
+  load(gradients_and_rows<In, 2 * kThreads, 4>);
   load(gradients_and_blocks<In>);
 }
 

@@ -113,14 +113,7 @@ KernelEntry const& check(AsyncInputArgs const& args) {
   if (is_fp8(p.dtype)) {
     if (operands.scales.a == nullptr) refuse("scale_a", "null", "device memory");
     if (operands.scales.b == nullptr) refuse("scale_b", "null", "device memory");
-    if (is_block_scaled(p.accumulation)) {
-      // The kernels count the scales of A in 32 bits.
-      int64_t const blocks = ceil_div(p.k, kScaleBlock);
-      if (p.m * blocks > INT32_MAX) {
-        refuse("scale_a", std::to_string(p.m * blocks) + " scales",
-               "at most " + std::to_string(INT32_MAX));
-      }
-    }
+    if (is_block_scaled(p.accumulation)) require_countable_scales(p.m, p.k);
   }
   require_aligned("A", operands.a);
   require_aligned("B", operands.b);

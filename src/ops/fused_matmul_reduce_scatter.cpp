@@ -105,6 +105,7 @@ ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t
     if (is_fp8(call.dtype)) {
       if (product.scales.a == nullptr) refuse("scale_a", "null", "device memory");
       if (product.scales.b == nullptr) refuse("scale_b", "null", "device memory");
+      if (is_block_scaled(call.accumulation)) require_countable_scales(call.rows, product.k);
     }
   }
   if (is_fp8(call.dtype) && call.products.size() != 1) {

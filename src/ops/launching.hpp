@@ -19,6 +19,7 @@
 #include "gemm/kernel_facts.hpp"
 #include "ops/fields.hpp"
 #include "ops/refuse.hpp"
+#include "order/chunking.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
@@ -137,6 +138,14 @@ void require_multiple(char const* argument, char const* name, T value,
   if (value % multiple != 0) {
     refuse(argument, std::string(name) + "=" + std::to_string(value),
            "a multiple of " + std::to_string(multiple) + " (16-byte TMA alignment)");
+  }
+}
+
+/// The kernels count the scales of A's blocks in 32 bits.
+inline void require_countable_scales(int64_t rows, int32_t k) {
+  int64_t const scales = rows * ceil_div(k, kScaleBlock);
+  if (scales > INT32_MAX) {
+    refuse("scale_a", std::to_string(scales) + " scales", "at most " + std::to_string(INT32_MAX));
   }
 }
 

@@ -18,7 +18,8 @@ scale block and no multiple of one."""
 
 
 def gate_and_down(kind: str, device: str = "cpu") -> list[str]:
-    """Faults of gate and up with results in fp8, of 16 bits and of fp8, then down."""
+    """Faults of gate and up with results in fp8, of 16 bits and of fp8, then down; and of gate
+    alone."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -35,13 +36,17 @@ def gate_and_down(kind: str, device: str = "cpu") -> list[str]:
     scales = of_rows.view(2, ROWS, 1), [scale for _, scale in weights]
     bias = drawn(N)
     faults = []
-    settings: dict[str, Any] = {"activation": "silu_mul", "bias": [bias, None]}
+    of_both: dict[str, Any] = {"activation": "silu_mul", "bias": [bias, None]}
+    of_one: dict[str, Any] = {"activation": "gelu", "bias": bias}
     given: dict[str, Any] = {"quantize_out": kind}
     if kind == "tensorwise":
         given["scale_out"] = torch.tensor(4.0, device=device)
-    for name, op, operands in (
-        ("16 bits", gather, (shard, [gate, up])),
-        ("fp8", scaled, (*fp8, *scales)),
+    (values_a, (of_gate, _)), (scale_a, (scale_of_gate, _)) = fp8, scales
+    for name, op, operands, settings in (
+        ("16 bits", gather, (shard, [gate, up]), of_both),
+        ("fp8", scaled, (*fp8, *scales), of_both),
+        ("16 bits, one weight", gather, (shard, gate), of_one),
+        ("fp8, one weight", scaled, (values_a, of_gate, scale_a, scale_of_gate), of_one),
     ):
         out = op(*operands, **settings)
         values, scale = op(*operands, **settings, **given)

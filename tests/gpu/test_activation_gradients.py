@@ -101,7 +101,7 @@ def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("tile", [(1, ALL), (1, BLOCK)], ids=["rowwise", "block"])
 def test_it_quantises_as_the_quantisers_do(tile: Tile, to: torch.dtype) -> None:
-    """Rows of one, two and four vectors of a thread, and such as a CTA of 1024 threads holds."""
+    """Rows of one, two and four vectors of a thread, of which CTAs have 256 or 512."""
     for dtype, power_of_2 in product(DTYPES, (False, True)):
         for rows, n in [(1, 128), (37, 2048), (513, 3584), (130, 7168), (19, 14336), (3000, 256)]:
             dout, gate, up = matrices(3, (rows, n), dtype)

@@ -22,6 +22,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn import (
     ColumnParallelLinear,
     Fp8Recipe,
+    GatedMLP,
     GatherColwiseParallel,
     RowParallelLinear,
     RowwiseScatterParallel,
@@ -346,9 +347,14 @@ def nothing(world_size: int) -> Faults:
     for layer, features in (
         (ColumnParallelLinear(32, 16 * world_size, group=group, fp8="rowwise"), 32),
         (RowParallelLinear(16 * world_size, 32, group=group, fp8="tensorwise"), 16),
+        (RowParallelLinear(16 * world_size, 32, group=group, fp8="block"), 16),
+        (GatedMLP(32, 16 * world_size, group=group, fp8="rowwise"), 32),
+        (GatedMLP(32, 16 * world_size, group=group, fp8="block"), 32),
     ):
         x = torch.ones(0, features, requires_grad=True)
         layer(x).sum().backward()
+        with torch.no_grad():
+            layer(x)
         if any(_own_gradient(p).any() for p in layer.parameters()):
             faults.append(f"{layer}: gradients of no rows")
         layer.requires_grad_(False)

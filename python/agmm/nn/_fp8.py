@@ -278,6 +278,7 @@ def scatter_quantised(
     Args:
         like: what has the dtype of the result, elements or none.
     """
+    look_through("scaled_matmul_reduce_scatter", group_name, B=weight)
     values, scale = x
     given = values, scale.flatten(0, -2)
     return _scattered(recipe, given, weight, bias, group_name, _under_autocast(like[:0]))

@@ -84,7 +84,9 @@ def of_one_kind(
 
 def leading(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Scales of the rows of x [..., K] in its leading dimensions."""
-    return scale.view(*x.shape[:-1], -1) if len(scale) == x.shape[:-1].numel() else scale
+    return (
+        scale.view(*x.shape[:-1], scale.shape[-1]) if len(scale) == x.shape[:-1].numel() else scale
+    )
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
