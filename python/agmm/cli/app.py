@@ -223,8 +223,8 @@ def tune(options: TuneOptions) -> None:
             if not tuning.run_all(divided, left_out, kind, ranks, again=options.again):
                 raise typer.Exit(1)
             return
-        listed = shapes.read(ranks, op or Op.all_gather_matmul.value)
-        listed, left_out = presets.shared_equally(listed, ranks)
+        of_op = op or Op.all_gather_matmul.value
+        listed, left_out = presets.shared_equally(shapes.read(ranks, of_op), ranks, of_op)
         say_left_out(left_out)
         session = tuning_session.TuningOptions.of(
             kind,
@@ -234,7 +234,7 @@ def tune(options: TuneOptions) -> None:
             return_A=options.return_a,
             row_major=options.b_layout is Layout.row,
             again=options.again,
-            op=op or Op.all_gather_matmul.value,
+            op=of_op,
             scaling=scaling,
         )
         if not tuning.run([tuning.Session(session)], ranks):

@@ -223,8 +223,8 @@ TunedOp = Annotated[
     Op | None,
     typer.Option(
         help="Which call; all_gather_matmul by default, with recorded calls all of them, with "
-        "--model those of a layer's forward and backward. The rows of matmul_reduce_scatter are "
-        "those of A."
+        "--model those of a layer's forward and backward. The rows of matmul_reduce_scatter and "
+        "matmul_all_reduce are those of A."
     ),
 ]
 ColumnsOfB = Annotated[
