@@ -139,7 +139,7 @@ def test_options_of_an_all_reduce_are_those_of_its_calls() -> None:
     assert of().shapes == (Shape(20, 8, 8),)
     with pytest.raises(InvalidArgument, match="device: found cpu with matmul_all_reduce"):
         of("cpu")
-    with pytest.raises(InvalidArgument, match="dtype: found .*e4m3fn with matmul_all_reduce"):
+    with pytest.raises(InvalidArgument, match=r"dtype: found .*e4m3fn with matmul_all_reduce"):
         of(dtype=torch.float8_e4m3fn)
     with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
         of(return_A=True)

@@ -177,6 +177,7 @@ def bench(options: BenchOptions) -> None:
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
     "  agmm tune --file calls.json\n\n"
     "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
+    "  agmm tune --op matmul_all_reduce --shapes 2048x8192x2048 --tp 4\n\n"
     "  agmm tune --alone\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )

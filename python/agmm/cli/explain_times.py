@@ -49,8 +49,10 @@ def times(problem: Problem, choice: Choice) -> Iterator[str]:
 def _how_uncertain(problem: Problem, plan: Plan) -> str:
     found = uncertainty(problem, plan)
     if found is None:
-        return "not known, no shapes were held back from the fit of such calls"
-    return f"{found:.0%}, within which nine in ten shapes were that nothing was fitted to"
+        return "not known: no shapes of such calls were held back from the fit"
+    return (
+        f"{found:.0%}: nine in ten shapes held back from the fit were predicted as closely"
+    )
 
 
 def _beside_roof(problem: Problem, choice: Choice) -> str:

@@ -172,7 +172,8 @@ def run(sessions: Sequence[Session], world_size: int) -> bool:
             for i, session in enumerate(sessions):
                 share = _Share(bar, i, sessions)
                 if session.label:
-                    bar.say(f"{session.label}, {len(session.options.shapes)} shapes")
+                    count = len(session.options.shapes)
+                    bar.say(f"{session.label}, {count} {'shape' if count == 1 else 'shapes'}")
                 for outcome in tuner.tune(session.options, share):
                     outcomes[i].append(outcome)
                     bar.ended(outcome)
