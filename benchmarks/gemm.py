@@ -190,7 +190,8 @@ def measure_scaled(
             continue
         order = heuristics.usual_order(problem, kernel)
         usual = [replace(order, splits=splits) for splits in legal_splits(problem, kernel)]
-        ordered = orders(problem, usual[0], chunks, is_usual_order=False)
+        # A streaming kernel has an order of its own.
+        ordered = orders(problem, usual[0], chunks, is_usual_order=kernel.is_streaming)
         for config in (*ordered, *usual[1:most_splits]):
             name = named(config)
             error = relative_error(call_of(config)(), reference)

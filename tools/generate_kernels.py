@@ -80,8 +80,10 @@ def arguments_of(row: KernelRow) -> str:
     accumulation = f"Accumulation::{ACCUMULATIONS[row.accumulation]}"
     epilogue = f"Epilogue::{kernel_table.EPILOGUES[row.epilogue]}"
     flags = {True: "true", False: "false"}
-    if row.schedule == kernel_table.STREAMING or row.op == kernel_table.GROUPED:
+    if row.op == kernel_table.GROUPED:
         more = [epilogue]
+    elif row.schedule == kernel_table.STREAMING:
+        more = [accumulation, epilogue]
     elif row.op == kernel_table.GATHER:
         more = [flags[row.timed], flags[row.swapped], accumulation, epilogue]
     else:
@@ -109,9 +111,11 @@ def entries_of(row: KernelRow, kernels: str) -> dict[str, str]:
 
 def kind_of(row: KernelRow) -> str:
     """Rows of one kind share units: of a schedule, as they have most in common, with an activation
-    of any kind or without one; of grouped matmuls; or of fp8 of an op."""
-    if row.is_fp8 or row.op == kernel_table.GROUPED:
+    of any kind or without one; of grouped matmuls; or of fp8 of an op, streaming or not."""
+    if row.op == kernel_table.GROUPED:
         return table_of(row)
+    if row.is_fp8:
+        return table_of(row) + "_streaming" * (row.schedule == kernel_table.STREAMING)
     return row.schedule + "_swapped" * row.swapped + "_activations" * (row.epilogue != "plain")
 
 

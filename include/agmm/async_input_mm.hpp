@@ -37,6 +37,22 @@ struct Scales {
   float const* b_up = nullptr;
 };
 
+/// The most weights of one call of a streaming kernel.
+constexpr int kMostStreamedWeights = 4;
+
+/// A weight of a call that multiplies several with the same A, in the layout and with the kind of
+/// scales that the first one has.
+struct MoreWeight {
+  void const* b = nullptr;
+  int64_t ldb = 0;
+  int32_t n = 0;
+  void const* bias = nullptr;     // [n] or null
+  void* out = nullptr;            // [m, n]
+  float const* scales = nullptr;  // as Scales::b
+  int32_t scale_k_stride = 0;
+  int32_t scale_n_stride = 0;
+};
+
 /// A and A_local are row-major with leading dimension k, out with leading dimension
 /// Problem::out_columns(). All pointers are device memory, aligned to 16 bytes.
 struct Operands {
@@ -59,6 +75,10 @@ struct Operands {
   // kernel writes; or [1] where one for all of out is given, of which the inverse may be rounded.
   float* out_scales = nullptr;
   float const* given_out_scale = nullptr;
+  // Streaming kernels without a gate multiply these weights in the same launch. Problem::n counts
+  // the columns of all, and `out` has those of the first alone.
+  MoreWeight more[kMostStreamedWeights - 1]{};
+  int32_t more_count = 0;
 };
 
 /// out = A @ B (+ bias), where A is read chunk by chunk as it arrives.
@@ -75,6 +95,8 @@ struct AsyncInputArgs {
   // use it at the same time.
   void* split_scratch = nullptr;
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n] for kernels with `timed`, or null
+  // Whether a kernel that may still run writes B, as one that copies it does.
+  bool weight_is_new = false;
 };
 
 /// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.

@@ -38,6 +38,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
+    "MAX_STREAMED_WEIGHTS",
     "MAX_STREAMING_CLUSTER",
     "MOST_CHOICES",
     "MOST_COMBINED_PARTS",
@@ -84,6 +85,7 @@ __all__: list[str] = [
     "mismatch_message",
     "note_call",
     "ordered_sum",
+    "packed_matmul",
     "part_place",
     "peer_atomics",
     "push_order",
@@ -478,9 +480,10 @@ class MatmulProblem:
         activation: str = "",
         up_leading: int = 0,
         quantizes: bool = False,
+        more: collections.abc.Sequence[tuple[int, int, int, int]] = [],
     ) -> None:
         """
-        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b. quantizes: whether the result of a gate is fp8.
+        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "silu" or, of two weights of N columns each, gate and up, "silu_mul"; empty: nothing. up_leading: the leading dimension of up, in the layout of b. quantizes: whether the result of a gate is fp8. more: the columns, the leading dimension and the strides of block scales of each weight beside the first, which a streaming kernel multiplies in the same launch.
         """
     def __repr__(self) -> str: ...
 
@@ -1114,9 +1117,10 @@ def async_input_mm(
     stream: int,
     tile_times: int = 0,
     split_scratch: int = 0,
+    weight_is_new: bool = False,
 ) -> None:
     """
-    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up, its bias and scale_up too, of a quantised result its scales and the given one; 0 where there is none.
+    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals, of a gate those of up, its bias and scale_up too, of a quantised result its scales and the given one, of more weights b, scale_b, bias and out of each; 0 where there is none.
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
@@ -1286,6 +1290,18 @@ def ordered_sum(
     Enqueues the sum of contiguous matrices in their order, in float32 (float64 for float64), divided, with bias and residual added, rounded once. stride: bytes from one matrix to the next. bias, residual: 0 for none. is_wide: out is float32 (float64 for float64).
     """
 
+def packed_matmul(
+    size: tuple[int, int, int],
+    groups: int,
+    splits: int,
+    addresses: collections.abc.Sequence[int],
+    stream: int,
+    sm_count: int = 0,
+) -> None:
+    """
+    Enqueues out = a @ B (+ bias) of bfloat16 with a weight of 4 bits. size: (M, N, K). groups: how many 128 of K have, 1 or 4. addresses: those of a, the packed weight, bias and out.
+    """
+
 def part_place(source: int, owner: int, world_size: int) -> int:
     """
     The index at which the owner stores the partial sum of the source, another rank.
@@ -1390,7 +1406,7 @@ def stream_id(stream: int) -> int:
     The id of a stream. After the stream is destroyed another one may get its handle, but not its id.
     """
 
-def streaming_splits(n: int, k: int) -> int:
+def streaming_splits(n: int, k: int, element_bits: int = 16) -> int:
     """
     The splits of K that a streaming kernel has for a B of this size, whatever M is.
     """
@@ -1469,6 +1485,7 @@ MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
+MAX_STREAMED_WEIGHTS: int
 MAX_STREAMING_CLUSTER: int
 MOST_CHOICES: int
 MOST_COMBINED_PARTS: int

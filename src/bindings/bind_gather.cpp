@@ -12,11 +12,13 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/packed_matmul.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
 #include "bindings/matmul_problem.hpp"
 #include "gemm/tile_times.hpp"
 #include "symmetric/layout.hpp"
+#include "testing/fault.hpp"
 
 namespace py = pybind11;
 
@@ -33,6 +35,7 @@ using agmm::KernelConfig;
 using agmm::layout;
 using agmm::limit_ns;
 using agmm::MatmulProblem;
+using agmm::MoreTuple;
 using agmm::NamedEpilogue;
 using agmm::pointer;
 using agmm::SizeTuple;
@@ -48,11 +51,14 @@ std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
 }
 
 void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
-                    uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
+                    uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch,
+                    bool weight_is_new) {
   AsyncInputArgs args = problem.args;
+  args.weight_is_new = weight_is_new;
   const bool is_gated = agmm::columns_per_out(args.problem.epilogue) == 2;
   const bool is_quantized = agmm::quantizes(args.problem.epilogue);
-  Addresses at(addresses, 7 + (is_gated ? 3 : 0) + (is_quantized ? 2 : 0));
+  const std::size_t of_more = 4 * std::size_t(args.operands.more_count);
+  Addresses at(addresses, 7 + (is_gated ? 3 : 0) + (is_quantized ? 2 : 0) + of_more);
   args.operands.a = at.next<void>();
   args.operands.b = at.next<void>();
   args.operands.scales.a = at.next<float>();
@@ -69,10 +75,32 @@ void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& 
     args.operands.out_scales = at.next<float>();
     args.operands.given_out_scale = at.next<float>();
   }
+  for (int i = 0; i < args.operands.more_count; ++i) {
+    agmm::MoreWeight& weight = args.operands.more[i];
+    weight.b = at.next<void>();
+    weight.scales = at.next<float>();
+    weight.bias = at.next<void>();
+    weight.out = at.next<void>();
+  }
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
+}
+
+void packed_matmul(const SizeTuple& size, int groups, int splits,
+                   const std::vector<uintptr_t>& addresses, uintptr_t stream, int sm_count) {
+  agmm::PackedMatmul call;
+  std::tie(call.m, call.n, call.k) = size;
+  call.groups = groups;
+  call.splits = splits;
+  call.sm_count = sm_count;
+  Addresses at(addresses, 4);
+  call.a = at.next<void>();
+  call.b = at.next<void>();
+  call.bias = at.next<void>();
+  call.out = at.next<void>();
+  agmm::packed_matmul(call, pointer<void>(stream));
 }
 
 /// One of the weights that share a gather, or two of them behind one gate.
@@ -182,24 +210,36 @@ void bind_gather(py::module_& m) {
   py::class_<MatmulProblem>(m, "MatmulProblem",
                             "A matmul without its tensors, made once for calls of one kind.")
       .def(py::init<const SizeTuple&, const BTuple&, const Format&, const KernelConfig&,
-                    const ChunksTuple&, int, int, const std::string&, int64_t, bool>(),
+                    const ChunksTuple&, int, int, const std::string&, int64_t, bool,
+                    const std::vector<MoreTuple>&>(),
            py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
            py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
            py::arg("activation") = "", py::arg("up_leading") = 0, py::arg("quantizes") = false,
+           py::arg("more") = std::vector<MoreTuple>(),
            "size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how "
            "many chunks of A's rows and of its columns signals announce, and which is computed "
            "first. rank: the rank that the message of a wait that passes its limit names. "
            "sm_count: CTAs at most; 0: all multiprocessors. activation: what becomes of the sums, "
            "\"silu\" or, of two weights of N columns each, gate and up, \"silu_mul\"; empty: "
            "nothing. up_leading: the leading dimension of up, in the layout of b. quantizes: "
-           "whether the result of a gate is fp8.")
+           "whether the result of a gate is fp8. more: the columns, the leading dimension and the "
+           "strides of block scales of each weight beside the first, which a streaming kernel "
+           "multiplies in the same launch.")
       .def("__repr__", &MatmulProblem::str);
+  m.attr("MAX_STREAMED_WEIGHTS") = agmm::kMostStreamedWeights;
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
-        py::call_guard<py::gil_scoped_release>(),
+        py::arg("weight_is_new") = false, py::call_guard<py::gil_scoped_release>(),
         "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
         "out and signals, of a gate those of up, its bias and scale_up too, of a quantised result "
-        "its scales and the given one; 0 where there is none.");
+        "its scales and the given one, of more weights b, scale_b, bias and out of each; 0 where "
+        "there is none.");
+  m.def(
+      "packed_matmul", &packed_matmul, py::arg("size"), py::arg("groups"), py::arg("splits"),
+      py::arg("addresses"), py::arg("stream"), py::arg("sm_count") = 0,
+      py::call_guard<py::gil_scoped_release>(),
+      "Enqueues out = a @ B (+ bias) of bfloat16 with a weight of 4 bits. size: (M, N, K). groups: "
+      "how many 128 of K have, 1 or 4. addresses: those of a, the packed weight, bias and out.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(

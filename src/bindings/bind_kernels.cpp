@@ -134,6 +134,7 @@ void bind_kernels(py::module_& m) {
         "One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and "
         "epilogue; empty without CUDA.");
   m.def("streaming_splits", &agmm::streaming_splits, py::arg("n"), py::arg("k"),
+        py::arg("element_bits") = 16,
         "The splits of K that a streaming kernel has for a B of this size, whatever M is.");
   m.def("clusters_at_once", &agmm::clusters_at_once, py::arg("sms"), py::arg("ctas"),
         "The number of clusters of so many CTAs that are computed at once; none of more than 8.");

@@ -6,6 +6,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/grouped_matmul.hpp"
+#include "agmm/packed_matmul.hpp"
 #include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
 #include "ops/ordered_sum.hpp"
@@ -31,6 +32,7 @@ void transpose_bytes(Quantize const&, void*) { refuse(); }
 void load_ordered_sums() { refuse(); }
 void ordered_sum(OrderedSum const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
+void packed_matmul(PackedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

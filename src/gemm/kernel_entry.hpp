@@ -23,11 +23,13 @@ struct KernelVariant {
 struct KernelEntry {
   KernelFacts facts;
   /// `full` serves every call, `lean` those that neither push nor store A; of streaming kernels
-  /// `full` sums over the ranks, and `lean` serves every other call. It is half the code, and a
-  /// multiprocessor that has run other kernels meanwhile fetches code from L2 as it comes to it:
-  /// calls of few rows take up to a tenth less by `lean`.
+  /// `full` multiplies several weights, and `lean` one. It is half the code, and a multiprocessor
+  /// that has run other kernels meanwhile fetches code from L2 as it comes to it: calls of few rows
+  /// take up to a tenth less by `lean`.
   KernelVariant full;
   KernelVariant lean;
+  /// Some streaming kernels sum the product of one weight over the ranks. Others have nulls here.
+  KernelVariant summing{};
 };
 
 constexpr std::size_t kParamsAlignment = 128;  // at least that of a TMA descriptor, 64

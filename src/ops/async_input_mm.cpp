@@ -64,6 +64,37 @@ void check_parts(AsyncInputArgs const& args, DeviceFacts const& device) {
   }
 }
 
+/// Checks the weights beside the first one.
+void check_more_weights(AsyncInputArgs const& args) {
+  Operands const& operands = args.operands;
+  if (operands.more_count == 0) return;
+  if (!is_streaming(args.config.shape) || columns_per_out(args.problem.epilogue) != 1) {
+    refuse("config", args.config.shape.str() + " for several weights",
+           "a streaming kernel without a gate");
+  }
+  if (operands.more_count >= kMostStreamedWeights) {
+    refuse("B", std::to_string(1 + operands.more_count) + " weights",
+           "at most " + std::to_string(kMostStreamedWeights));
+  }
+  int64_t columns = 0;
+  for (int i = 0; i < operands.more_count; ++i) {
+    MoreWeight const& weight = operands.more[i];
+    require_multiple("B", "N", weight.n, kAlignment);
+    require_multiple("B", "leading dimension", weight.ldb, alignment_of(args.problem.dtype));
+    require_aligned("B", weight.b);
+    require_aligned("out", weight.out);
+    if (weight.bias != nullptr) require_aligned("bias", weight.bias);
+    if (is_fp8(args.problem.dtype) && weight.scales == nullptr) {
+      refuse("scale_b", "null", "device memory");
+    }
+    if (weight.n < 1) refuse("B", "N=" + std::to_string(weight.n), "at least 1");
+    columns += weight.n;
+  }
+  if (columns >= args.problem.n) {
+    refuse("B", "N=" + std::to_string(args.problem.n - columns), "at least 1");
+  }
+}
+
 /// Checks the call and returns its kernel.
 KernelEntry const& check(AsyncInputArgs const& args) {
   Problem const& p = args.problem;
@@ -105,6 +136,7 @@ KernelEntry const& check(AsyncInputArgs const& args) {
   if (quantizes(p.epilogue) && operands.out_scales == nullptr) {
     refuse("scale_out", "null", "device memory");
   }
+  check_more_weights(args);
   if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
   if (operands.bias != nullptr) require_aligned("bias", operands.bias);
   if (operands.a_out != nullptr) require_aligned("A", operands.a_out);
@@ -171,14 +203,21 @@ void load_kernels() {
   for (KernelEntry const* const kernel : kernel_registry().matmuls(device.architecture)) {
     make_ready(kernel->full, device);
     make_ready(kernel->lean, device);
+    if (kernel->summing.setup != nullptr) make_ready(kernel->summing, device);
   }
 }
 
 PreparedMatmul prepare(CallSpec const& given) {
   KernelEntry const& entry = check(given.matmul);
-  bool const is_lean = given.push.shard == nullptr && given.matmul.operands.a_out == nullptr &&
-                       !given.exchange.is_there();
-  KernelVariant const& kernel = is_lean ? entry.lean : entry.full;
+  Operands const& operands = given.matmul.operands;
+  bool const is_lean =
+      given.push.shard == nullptr && operands.a_out == nullptr && operands.more_count == 0;
+  bool const sums = given.exchange.is_there();
+  if (sums && (!is_lean || entry.summing.prepare == nullptr)) {
+    refuse("config", given.matmul.config.shape.str() + " with a sum over the ranks",
+           "a streaming kernel of one weight of 16 bits, without an activation");
+  }
+  KernelVariant const& kernel = sums ? entry.summing : is_lean ? entry.lean : entry.full;
   CallSpec call = given;
   call.report_place = report_place(call.matmul.rank, call.matmul.arrival.senders.chunks_per_rank);
   AsyncInputArgs& args = call.matmul;
@@ -205,8 +244,8 @@ PreparedMatmul prepare(CallSpec const& given) {
 CallSpec call_of(AsyncInputArgs const& args) {
   CallSpec call;
   call.matmul = args;
-  call.weight_is_ahead = early_start() == "weights";
-  call.starts_early = call.weight_is_ahead || early_start() == "on";
+  call.weight_is_ahead = early_start() == "weights" && !args.weight_is_new;
+  call.starts_early = early_start() == "weights" || early_start() == "on";
   return call;
 }
 

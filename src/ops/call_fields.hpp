@@ -9,12 +9,13 @@ namespace agmm {
 
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout, accumulation, epilogue, activation);
 AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride, b_up);
+AGMM_FIELDS(MoreWeight, b, ldb, n, bias, out, scales, scale_k_stride, scale_n_stride);
 AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out, scales, b_up,
-            ldb_up, bias_up, out_scales, given_out_scale);
+            ldb_up, bias_up, out_scales, given_out_scale, more, more_count);
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
 AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
 AGMM_FIELDS(AsyncInputArgs, problem, config, operands, arrival, rank, limit_ns, sm_count,
-            split_scratch, tile_times);
+            split_scratch, tile_times, weight_is_new);
 AGMM_FIELDS(Release, signals, signal_count, counters, counter_count, peer_credits, peer_count,
             sent);
 AGMM_FIELDS(PushOrder, chunks, log_parts, head_chunks, head_level, tail_level, rounds, chunk_at);

@@ -54,6 +54,27 @@ std::string described(Gather const& gather, std::vector<Weight> const& weights) 
   return text + ", return_A " + (gather.a_out == nullptr ? "False" : "True") + ")";
 }
 
+/// Whether one launch of a streaming kernel can multiply both weights. Each product has the bits of
+/// a launch of its own, since it has the same splits of K.
+bool share_a_launch(Weight const& a, Weight const& b) {
+  return is_streaming(a.config.shape) && same_fields(a.config, b.config) &&
+         a.b_layout == b.b_layout && a.accumulation == b.accumulation &&
+         a.scale_per_column == b.scale_per_column && a.epilogue == Epilogue::Bias &&
+         b.epilogue == Epilogue::Bias;
+}
+
+/// How many weights from the i-th on one launch multiplies.
+std::size_t launched_together(std::vector<Weight> const& weights, std::size_t i) {
+  std::size_t count = 1;
+  int64_t columns = weights[i].n;
+  while (i + count < weights.size() && count < std::size_t(kMostStreamedWeights) &&
+         share_a_launch(weights[i], weights[i + count]) &&
+         columns + weights[i + count].n <= kMaxSize) {
+    columns += weights[i + count++].n;
+  }
+  return count;
+}
+
 }  // namespace
 
 struct FusedAllGatherMatmul::Impl {
@@ -150,7 +171,8 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
   Gathered const gathered = all_gather.next(request);
   note_call(gathered.arrival.ready_value, described(gather, weights));
   std::vector<PreparedMatmul> matmuls;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
+  for (std::size_t i = 0, count = 0; i < weights.size(); i += count) {
+    count = launched_together(weights, i);
     Weight const& weight = weights[i];
     bool const is_first = i == 0;
     CallSpec call;
@@ -171,6 +193,18 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     mm.operands.bias_up = weight.bias_up;
     mm.operands.out_scales = weight.out_scales;
     mm.operands.given_out_scale = weight.given_out_scale;
+    for (std::size_t j = 1; j < count; ++j) {
+      Weight const& more = weights[i + j];
+      mm.problem.n += more.n;
+      mm.operands.more[mm.operands.more_count++] = {more.b,
+                                                    more.ldb,
+                                                    more.n,
+                                                    more.bias,
+                                                    more.out,
+                                                    more.scales,
+                                                    more.scale_k_stride,
+                                                    more.scale_n_stride};
+    }
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;
@@ -180,7 +214,7 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
       mm.tile_times = tile_times;
       call.push = gathered.push;
     }
-    if (i + 1 == weights.size() && !is_fp8(gather.dtype)) call.release = gathered.release;
+    if (i + count == weights.size() && !is_fp8(gather.dtype)) call.release = gathered.release;
     matmuls.push_back(prepare(call));
   }
   return {gather, tile_times, weights, all_gather.slot(), request, gathered, std::move(matmuls)};

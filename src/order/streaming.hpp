@@ -36,21 +36,21 @@ AGMM_HOST_DEVICE constexpr int32_t streaming_clusters(int32_t blocks, int32_t at
 /// it: so a row's sum has the same bits in every call. They are those with which reading B is
 /// expected to take the least time: one multiprocessor takes no more than so much, and CTAs that
 /// add up take a while. On an H200 they are within 2% of the fastest of 1 to 8 splits for 13
-/// weights.
-constexpr int32_t streaming_splits(int32_t n, int32_t k) {
+/// weights of 16 bits. `element_bits`: those of B's elements.
+constexpr int32_t streaming_splits(int32_t n, int32_t k, int32_t element_bits = 16) {
   constexpr int64_t kBytesPerNs = 4300;     // of an H200's memory
   constexpr int64_t kBytesPerNsAndSm = 60;  // of one multiprocessor
   constexpr int64_t kAddingUpNs = 900;
   constexpr int32_t kSms = 132;  // of a Hopper
   int32_t const tiles = ceil_div(n, kStreamedColumns);
   int32_t const k_tiles = ceil_div(k, kStreamedK);
-  int64_t const all_ns = int64_t(n) * k / (kBytesPerNs / 2);
+  int64_t const all_ns = int64_t(n) * k * element_bits / (8 * kBytesPerNs);
   int32_t best = 1;
   int64_t best_ns = INT64_MAX;
   for (int32_t splits = 1; splits <= min_of(kMaxStreamingCluster, k_tiles); ++splits) {
     int32_t const rounds = ceil_div(tiles, clusters_at_once(kSms, splits));
-    int64_t const bytes =
-        int64_t(rounds) * kStreamedColumns * ceil_div(k_tiles, splits) * kStreamedK * 2;
+    int64_t const bytes = int64_t(rounds) * kStreamedColumns * ceil_div(k_tiles, splits) *
+                          kStreamedK * element_bits / 8;
     int64_t const of_cta_ns = bytes / kBytesPerNsAndSm;
     int64_t const ns = (of_cta_ns > all_ns ? of_cta_ns : all_ns) + (splits > 1 ? kAddingUpNs : 0);
     if (ns < best_ns) {

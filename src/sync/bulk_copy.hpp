@@ -39,6 +39,19 @@ CUTLASS_DEVICE void bulk_copy_to_shared(void* to, void const* from, uint32_t byt
       : "memory");
 }
 
+/// Copies to shared memory and completes the bytes at `barrier`, which somebody has told to expect
+/// them. `policy`: how L2 keeps what is read (sync/tensor_load.hpp).
+CUTLASS_DEVICE void bulk_load(void* to, void const* from, uint32_t bytes, uint64_t* barrier,
+                              uint64_t policy) {
+  auto const at = uint32_t(__cvta_generic_to_shared(to));
+  auto const completes = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(at),
+      "l"(from), "r"(bytes), "r"(completes), "l"(policy)
+      : "memory");
+}
+
 /// Brings global memory to L2. It is a hint: what it reads may still be written. `bytes`: a
 /// multiple of 16.
 CUTLASS_DEVICE void bulk_prefetch(void const* from, uint32_t bytes) {

@@ -85,16 +85,13 @@ CUTLASS_DEVICE void mbarrier_arrive_in_cluster(uint64_t* barrier, int cta) {
       : "memory");
 }
 
-/// Stores to an address_in_cluster().
-CUTLASS_DEVICE void store_in_cluster(uint32_t to, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
-}
-
-/// Arrives for what the warp has written to the shared memory of that CTA, and read from its own.
-CUTLASS_DEVICE void mbarrier_arrive_releasing_in_cluster(uint64_t* barrier, int cta) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   address_in_cluster(barrier, cta))
-               : "memory");
+/// Stores to an address_in_cluster(), and completes the value's bytes at the barrier at `barrier`
+/// in that CTA, whose phase ends behind the store.
+CUTLASS_DEVICE void store_and_complete_in_cluster(uint32_t to, float value, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+      "r"(__float_as_uint(value)), "r"(barrier)
+      : "memory");
 }
 
 /// Does what mbarrier_wait() does, for what other CTAs of the cluster have written.

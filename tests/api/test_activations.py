@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import agmm
 from agmm.errors import InvalidArgument, Unsupported, forget_warnings
 from agmm.ops import gather as gather_flow
-from agmm.ops import kept, quantized_gates, recordings
+from agmm.ops import kept, one_launch, quantized_gates, recordings
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
@@ -351,6 +351,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     planner.return_value.fused_plan.return_value.transport.why_illegal.return_value = None
     monkeypatch.setattr(call_plans, "planner", planner)
     monkeypatch.setattr(gather_flow, "FusedGather", object)
+    monkeypatch.setattr(one_launch, "plan_of", lambda *_: None)
 
 
 def _cuda_call(name: str | None, **options: Any) -> GatherCall:

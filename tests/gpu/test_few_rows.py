@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import epilogue_work as work
 import pytest
 import torch
+from scaled_gpu_work import E4M3, by_torch, operands
 
 import agmm
 from agmm import _core
-from agmm.ops import async_input_mm
+from agmm.ops import async_input_mm, async_input_scaled_mm
 from agmm.planning import call_plans, legality
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.runtime import cuda_packed
+from agmm.runtime.epilogues import Epilogue
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = [kernel for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16") if kernel.is_streaming]
@@ -128,6 +132,101 @@ def test_the_bits_of_a_row_are_its_own(n: int, k: int, column_major: bool) -> No
 
 
 @of_kernels
+@of_layouts
+def test_several_weights_in_one_launch(kernel: KernelConfig, column_major: bool) -> None:
+    """Each product has the bits of a launch of its own with the same splits."""
+    skip_unless_built(kernel, torch.bfloat16, column_major=column_major)
+    for k, sizes in ((136, (72, 8)), (1032, (264, 72, 8, 520)), (4096, (4096, 1024, 1024))):
+        bs = [weight(n, k, torch.bfloat16, column_major=column_major) for n in sizes]
+        biases = [None, *(randn(n) for n in sizes[1:])]
+        most = _core.MAX_STREAMING_CLUSTER // kernel.cluster_n
+        for splits in {1, min(most, -(-k // kernel.tile_k))}:
+            config = replace(kernel, splits=splits)
+            for m in (1, 8, 33, 130):
+                for sm_count in (0, 16):
+                    a = randn(m, k)
+                    poison_freed_memory(m, sum(sizes))
+                    outs = async_input_mm.list_on_cuda(
+                        a, bs, None, 0, config=config, biases=biases, sm_count=sm_count
+                    )
+                    for b, bias, out in zip(bs, biases, outs, strict=True):
+                        one = async_input_mm.on_cuda(a, b, None, 0, bias=bias, config=config)
+                        label = f"{m}x{b.shape[1]}x{k} {config.name} of {sizes}, {sm_count} CTAs"
+                        assert torch.equal(out, one), label
+
+
+@pytest.mark.parametrize("name", ["silu", "silu_mul", "gelu", "gelu_tanh_mul"])
+@of_layouts
+@of_dtypes
+def test_activations(name: str, column_major: bool, dtype: torch.dtype) -> None:
+    """`test_epilogues` has every kernel with one split of K."""
+    epilogue = Epilogue(name)
+    form, layout = str(dtype).removeprefix("torch."), "column" if column_major else "row"
+    built = kernels_of(ALL_GATHER_MATMUL, form, epilogue.kernel, layout)
+    kernels = [kernel for kernel in built if kernel.is_streaming]
+    if not kernels:
+        pytest.skip("the build has no such kernel")
+    for n, k in ((264, 1032), (1000, 520), (3584, 4096)):
+        bs, biases = work.weights(name, n, k, dtype, column_major=column_major, seed=n)
+        a = randn(130, k, dtype=dtype)
+        for splits in {2, _core.streaming_splits(len(bs) * n, k)}:
+            wanted = None
+            for kernel in kernels:
+                config = replace(kernel, splits=splits)
+                for m in (130, 65, 33, 8, 1):
+                    rows = a[:m].clone()
+                    poison_freed_memory(m, n)
+                    out = async_input_mm.activated_on_cuda(
+                        rows, bs, None, 0, epilogue, config=config, biases=biases
+                    )
+                    label = f"{name} {m}x{n}x{k} {config.name}"
+                    assert work.fault(label, name, out, (rows, bs, biases)) == []
+                    wanted = out if wanted is None else wanted
+                    assert torch.equal(out, wanted[:m]), label
+
+
+FP8 = [
+    (accumulation, kernel)
+    for accumulation in _core.Accumulation.__members__
+    for kernel in kernels_of(ALL_GATHER_MATMUL, f"float8_e4m3fn_float8_e4m3fn {accumulation}")
+    if kernel.is_streaming
+]
+
+
+@pytest.mark.parametrize("accumulation", list(_core.Accumulation.__members__))
+def test_the_bits_of_a_row_of_fp8_are_its_own(accumulation: str) -> None:
+    """They are with every tile, every kind of scales and all splits of K."""
+    kernels = [kernel for name, kernel in FP8 if name == accumulation]
+    if not kernels:
+        pytest.skip("the build has no such kernel")
+    scaling = {"block": "block", "block_1x128": "block 1x128"}.get(accumulation, "rowwise")
+    fast_accum = accumulation == "fast"
+    for n, k in ((264, 528), (1000, 1168), (3584, 4096)):
+        given = operands(scaling, 130, n, k, (E4M3, E4M3), n)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        for splits in {1, 3, _core.streaming_splits(n, k, 8)}:
+            wanted = None
+            for kernel in kernels:
+                config = replace(kernel, splits=splits)
+                for m in reversed(ROWS):
+                    for begin in {0, 130 - m}:
+                        rows = given.rows(slice(begin, begin + m))
+                        poison_freed_memory(m, n)
+                        out = async_input_scaled_mm.on_cuda(
+                            rows, None, 0, bias=bias, fast_accum=fast_accum, config=config
+                        )
+                        if wanted is None:
+                            wanted = out
+                            reference = given.product(bias)
+                            allowed = allowed_error(
+                                relative_error(by_torch(given, fast_accum, bias), reference)
+                            )
+                            assert relative_error(out, reference) <= allowed, config.name
+                        label = f"{config.name}, rows {begin} to {begin + m} of {n} x {k}"
+                        assert torch.equal(out, wanted[begin : begin + m]), label
+
+
+@of_kernels
 def test_calls_repeat(kernel: KernelConfig) -> None:
     """They do with few CTAs too, which compute several tiles each."""
     skip_unless_built(kernel, torch.bfloat16, column_major=True)
@@ -140,6 +239,37 @@ def test_calls_repeat(kernel: KernelConfig) -> None:
             sm_count = (0, 8, 16, 40)[i % 4]
             again = async_input_mm.on_cuda(a, b, None, 0, config=config, sm_count=sm_count)
             assert torch.equal(first, again), f"{config.name}, {sm_count} CTAs"
+
+
+@pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256], ids="groups of {}".format)
+def test_weights_of_4_bits(group_size: int) -> None:
+    """Products are those of the values times their scales, rounded once, and a row's bits are its
+    own. 0: a group is all of K."""
+    for n, k in ((8, 8), (72, 136), (264, 1024), (1000, 768), (3584, 4096), (9000, 256)):
+        size = group_size or k
+        if k % size:
+            continue
+        values = torch.randint(-8, 8, (n, k), device="cuda")
+        scales = (torch.rand(n, k // size, device="cuda") + 0.5).bfloat16()
+        stored = (values + 8).to(torch.uint8)
+        packed = cuda_packed.pack(stored[:, ::2] | stored[:, 1::2] << 4, scales, size)
+        b = (values * scales.double().repeat_interleave(size, 1)).t()
+        all_rows, bias = randn(130, k), randn(n)
+        for added in (None, bias):
+            reference = all_rows.double() @ b
+            reference = reference if added is None else reference + added.double()
+            allowed = allowed_error(relative_error(reference.bfloat16(), reference))
+            for splits in {1, min(3, -(-k // 128)), _core.streaming_splits(n, k, 4)}:
+                wanted = None
+                for m in (130, 65, 33, 32, 9, 1):
+                    for sm_count in (0, 16):
+                        poison_freed_memory(m, n)
+                        rows = all_rows[:m].clone()
+                        out = packed.product(rows, added, splits=splits, sm_count=sm_count)
+                        label = f"{m}x{n}x{k}, {splits} splits, {sm_count} CTAs"
+                        assert relative_error(out, reference[:m]) <= allowed, label
+                        wanted = out if wanted is None else wanted
+                        assert torch.equal(out, wanted[:m]), label
 
 
 @of_kernels

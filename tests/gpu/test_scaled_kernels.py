@@ -181,19 +181,19 @@ def splitting(m: int, n: int, k: int, most_ctas: int) -> list[Kernel]:
     ]
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "block"])
 def test_splits_of_k(scaling: str) -> None:
     for m, n, k, chunks in ((8, 16, 272, 2), (100, 144, 1040, 4), (256, 528, 7168, 4)):
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if m != 100 else None
-        kernels = splitting(m, n, k, 100)
+        kernels = [one for one in splitting(m, n, k, 100) if scaling in one.scalings]
         assert kernels
         for kernel in kernels:
             given = operands(scaling, m, n, k, kernel.dtypes, m)
             poison_freed_memory(m * n * 2)
-            outs = [
-                on_cuda(given, ready(chunks), 1, bias=bias, config=kernel.config) for _ in range(10)
-            ]
-            assert_close(outs[0], given, True, f"{m}x{n}x{k} {kernel.config.name}", bias)
+            call = {"bias": bias, "fast_accum": kernel.fast_accum, "config": kernel.config}
+            outs = [on_cuda(given, ready(chunks), 1, **call) for _ in range(10)]
+            label = f"{m}x{n}x{k} {kernel.config.name}"
+            assert_close(outs[0], given, kernel.fast_accum, label, bias)
             assert all(torch.equal(out, outs[0]) for out in outs), f"{kernel} does not repeat"
 
 
@@ -446,7 +446,9 @@ def test_every_kernel_behind_a_gather(
         if return_A and "column" not in kernel.config.stores_A:
             continue
         configs = [kernel.config, replace(kernel.config, across=True)]
-        if kernel.config.splits_in_cluster:
+        if kernel.config.is_streaming:  # whose splits are given
+            configs = [replace(kernel.config, splits=_core.streaming_splits(n, k, 8))]
+        elif kernel.config.splits_in_cluster:
             configs.append(replace(kernel.config, splits=2))
         for config in configs:
             shape = LocalShape(33 + len(rows), n, k)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from agmm import _core
+from agmm.ops import one_launch
 from agmm.planning import cost_model, heuristics, kernel_table, legality
 from agmm.planning.cost_model import At, Tiling
 from agmm.planning.planner import Planner
@@ -30,6 +31,9 @@ WEIGHTS = [
     (57344, 8192),
 ]
 SMS = 132
+
+
+FP8 = tuple(f"float8_e4m3fn_float8_e4m3fn {one}" for one in ("fast", "slow", "block"))
 
 
 def choose(problem: Problem) -> tuple[KernelConfig, float]:
@@ -121,6 +125,51 @@ def test_few_rows_stream(gpu: str, n: int, k: int) -> None:
         c = cost_model.constants(gpu)
         read_us = 2e-3 * n * k / c.streaming_gb_per_s
         assert read_us + c.launch_us < us < 1.05 * read_us + c.launch_us + 4
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("gpu", cost_model.known_gpus())
+def test_few_rows_of_fp8_stream(gpu: str, name: str) -> None:
+    """Reading takes half the time, and splits are those of a weight of half the bytes."""
+    kernels = cost_model.default_kernels(name=name)
+    assert sum(kernel.is_streaming for kernel in kernels) == 2
+    planner = Planner(lambda op, format_name: cost_model.default_kernels(name=format_name))
+    c = cost_model.constants(gpu)
+    for m, n, k in ((1, 8192, 8192), (8, 28672, 4096), (32, 8192, 7168)):
+        choice = planner.choose(Problem(m, n, k, gpu=gpu, format=name), fused=True)
+        kernel, us = choice.plan.kernel, choice.predicted_us
+        assert kernel is not None and us is not None
+        assert kernel.is_streaming and kernel.tile_m >= m
+        assert kernel.splits == _core.streaming_splits(n, k, 8)
+        read_us = 1e-3 * n * k / c.streaming_gb_per_s
+        assert read_us + c.launch_us < us < 1.05 * read_us + c.launch_us + 4
+    choice = planner.choose(Problem(4096, 8192, 8192, gpu=gpu, format=name), fused=True)
+    assert choice.plan.kernel is not None and not choice.plan.kernel.is_streaming
+
+
+def test_splits_grow_no_faster_than_bytes() -> None:
+    """Adding up costs the same whatever the elements are."""
+    for n, k in WEIGHTS:
+        splits = [_core.streaming_splits(n, k, bits) for bits in (4, 8, 16)]
+        assert splits == sorted(splits)
+        assert splits[2] == _core.streaming_splits(n, k)
+
+
+def test_several_weights_are_one_launch() -> None:
+    """They are with few rows, and of one kind, with the splits of all columns together."""
+    planner = Planner(lambda op, name: KERNELS)
+    few, many = ([Problem(m, n, 4096) for n in (4096, 1024, 1024)] for m in (8, 4096))
+    plan = one_launch.plan_of(few, planner)
+    assert plan is not None and plan.kernel is not None
+    assert plan.kernel.splits == _core.streaming_splits(6144, 4096)
+    assert plan == planner.fused_plan(Problem(8, 6144, 4096))
+    assert one_launch.plan_of(many, planner) is None
+    assert one_launch.plan_of(few[:1], planner) is None
+    layouts = [few[0], replace(few[1], b_layout="row")]
+    assert one_launch.plan_of(layouts, planner) is None
+    assert one_launch.plan_of([few[0]] * (_core.MAX_STREAMED_WEIGHTS + 1), planner) is None
+    behind = [replace(problem, epilogue="activation") for problem in few]
+    assert one_launch.plan_of(behind, planner) is None
 
 
 def test_many_rows_do_not() -> None:

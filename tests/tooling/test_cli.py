@@ -489,7 +489,8 @@ def test_explain_of_an_activation() -> None:
         for one in found["alternatives"]
         if "_" in one["plan"]
     }
-    assert kernels == {"128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong"}
+    of_waves = {"128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong"}
+    assert kernels == of_waves | {"32x128x128_1x1_streaming", "64x128x128_1x1_streaming"}
     assert "gate in the kernel" in _invoke("explain", *shape, "--activation", "silu_mul").output
     wrong = _invoke("explain", *shape, "--activation", "swish")
     assert wrong.exit_code == 2 and "activation: found 'swish', wanted one of" in wrong.output

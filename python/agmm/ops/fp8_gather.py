@@ -125,6 +125,9 @@ class Fp8Gather(GatherCall):
     def behind(self, epilogue: Epilogue) -> Behind:
         return _Behind(epilogue, self.given.out_dtypes, self.given.result_scales)
 
+    def has_one_kind_of_scales(self) -> bool:
+        return len({weight.B.tile for weight in self.weights}) == 1
+
     @cached_property
     def shard(self) -> Scaled:
         return rows_of(self.A_shard, self.scale_a, self._described[0], self.dim)

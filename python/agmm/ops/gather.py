@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
-from agmm.ops import portable, small_collectives
+from agmm.ops import one_launch, portable, small_collectives
 from agmm.ops.kernel_epilogues import not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
@@ -111,6 +111,9 @@ class GatherCall(OpCall[Gathered]):
     def ready_by_copies(self, pieces: int) -> Ready:
         """The call of the portable path on CUDA, and between hosts, for shards in so many
         pieces."""
+
+    def has_one_kind_of_scales(self) -> bool:
+        return True
 
     @property
     @abstractmethod
@@ -355,17 +358,17 @@ class GatherCall(OpCall[Gathered]):
 
     def _kernels(self, plan: Plan | None) -> tuple[list[KernelConfig], FusedGather]:
         """A kernel for each weight, and the transport of the first."""
-        kernel, transport = self.named_config()
-        found: list[KernelConfig] = []
-        for i in range(len(self.widths())):
-            problem = self.problem(i)
+        (kernel, transport), found = self.named_config(), list[KernelConfig]()
+        problems = [self.problem(i) for i in range(len(self.widths()))]
+        if plan is None and kernel is None and self.has_one_kind_of_scales():
+            plan = one_launch.plan_of(problems, call_plans.planner(self.group, self.device))
+        for problem in problems:
             if plan is not None:
                 chosen = plan
             elif kernel is not None:
                 chosen = Plan(copy_transports(problem, kernel)[0], kernel)
             else:
-                planner = call_plans.planner(self.group, self.device)
-                chosen = planner.fused_plan(problem)
+                chosen = call_plans.planner(self.group, self.device).fused_plan(problem)
             assert chosen.kernel is not None
             if not found:
                 transport = transport or chosen.transport

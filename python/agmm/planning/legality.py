@@ -225,10 +225,11 @@ def can_split(problem: Problem, kernel: KernelConfig) -> bool:
 
 def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
     """How many splits K may have: all splits of all tiles are computed in one wave. A streaming
-    kernel has one number for each size of B, so that a row's bits are the same in every call, and
-    is not legal where these are no cluster."""
+    kernel has one number for each size of B, with the columns of all weights of its launch, so that
+    a row's bits are the same in every call, and is not legal where these are no cluster."""
     if kernel.is_streaming:
-        splits = _core.streaming_splits(problem.n, problem.k)
+        bits = 8 * formats.of(problem.format).element_bytes
+        splits = _core.streaming_splits(problem.n, problem.k, bits)
         ctas = splits * kernel.cluster_n
         fits = (
             ctas <= _core.MAX_STREAMING_CLUSTER

@@ -267,34 +267,36 @@ class ReadyMatmul(NamedTuple):
         if 0 in out_shape:
             return out
         if a_chunk_signals is not None:  # a copy would be made before the chunks have come
-            _check_awaited(a, scale_a)
+            check_awaited(a, scale_a)
         copies: list[torch.Tensor] = []  # they live until the call is enqueued
         with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             scratch = _split_scratch(a.device) if needs_scratch else None
             try:
+                addresses = (
+                    aligned_pointer(a, copies),
+                    aligned_pointer(b, copies),
+                    0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, copies),
+                    0 if scale_b is None else scale_pointer(scale_b, b_scale_alignment, copies),
+                    bias_pointer(bias, copies),
+                    out.data_ptr(),
+                    0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
+                    *(up_pointers(up, scale_b, b_scale_alignment, copies) if is_gated else ()),
+                    *(() if out_scales is None else out_scales.pointers),
+                )
                 _core.async_input_mm(
                     problem,
-                    (
-                        aligned_pointer(a, copies),
-                        aligned_pointer(b, copies),
-                        0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, copies),
-                        0 if scale_b is None else scale_pointer(scale_b, b_scale_alignment, copies),
-                        bias_pointer(bias, copies),
-                        out.data_ptr(),
-                        0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                        *(up_pointers(up, scale_b, b_scale_alignment, copies) if is_gated else ()),
-                        *(() if out_scales is None else out_scales.pointers),
-                    ),
+                    addresses,
                     stream_of(a.device),
                     0 if tile_times is None else tile_times.data_ptr(),
                     0 if scratch is None else scratch.data_ptr(),
+                    bool(copies),  # one of them may be the weight's
                 )
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
         return out
 
 
-def _check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
+def check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
     """Checks that the operands in which chunks arrive lie as the kernels read them."""
     address = a.data_ptr()
     if address % TMA_ALIGNMENT != 0:

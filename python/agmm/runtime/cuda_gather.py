@@ -26,6 +26,7 @@ from agmm.runtime.cuda_calls import (
     up_leading,
     up_pointers,
 )
+from agmm.runtime.cuda_lists import ReadyMatmuls, ready_matmuls, share_a_launch
 from agmm.runtime.results import reshaped
 from agmm.runtime.streams import stream_of
 from agmm.runtime.symmetric import enqueue
@@ -66,6 +67,8 @@ class ReadyGather(NamedTuple):
     """Whether one kernel multiplies both weights, of which one result comes."""
     quantizes: bool = False
     """Whether that result is fp8, with its scales behind it."""
+    together: ReadyMatmuls | None = None
+    """The matmul of all weights where there is one rank, and one launch serves them."""
 
     def __call__(
         self,
@@ -98,7 +101,7 @@ class ReadyGather(NamedTuple):
             InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
         """
         workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone = self[:9]
-        gated, quantizes = self[9:]
+        gated, quantizes = self[9:11]
         up: Up | None = None
         if gated:
             up = Up(Bs[1], biases[1], scale_bs[1] if scale_bs else None)
@@ -166,15 +169,19 @@ class ReadyGather(NamedTuple):
         scale_out: torch.Tensor | None,
     ) -> Gathered:
         rows = A_shard.view(self.shard_shape)
-        outs = []
-        of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
-        for w, matmul, B, bias, scale_b in of_each:
-            scales = OutScales.of(rows, w.out_shape, scale_out) if self.quantizes else None
-            given: dict[str, Any] = {"bias": bias, "up": up, "out_scales": scales}
-            out = matmul(rows, B, None, scale_a=scale_a, scale_b=scale_b, **given)
-            outs.append(reshaped(out, w.out_shape))
-            if scales is not None:
-                outs.append(scales.written)
+        if self.together is not None:
+            products = self.together(rows, Bs, None, biases, scale_a, scale_bs)
+            outs = [reshaped(o, w.out_shape) for w, o in zip(self.weights, products, strict=True)]
+        else:
+            outs = []
+            of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
+            for w, matmul, B, bias, scale_b in of_each:
+                scales = OutScales.of(rows, w.out_shape, scale_out) if self.quantizes else None
+                given: dict[str, Any] = {"bias": bias, "up": up, "out_scales": scales}
+                out = matmul(rows, B, None, scale_a=scale_a, scale_b=scale_b, **given)
+                outs.append(reshaped(out, w.out_shape))
+                if scales is not None:
+                    outs.append(scales.written)
         if self.gathered_shape is None:
             return None, None, outs
         if scale_a is not None:
@@ -230,8 +237,11 @@ def ready_gather(
     scales = kernels[0].format.scales
     scale_columns = 0 if scales is None else scales.a_columns
     alone: tuple[ReadyMatmul, ...] = ()
+    together: ReadyMatmuls | None = None
     if workspace.world_size == 1:
         matrix = A_shard.view(rows, k)
+        if share_a_launch(Bs, kernels):
+            together = ready_matmuls(matrix, Bs, None, 0, kernels)
         pairs = zip(Bs, kernels, strict=True)
         alone = tuple(ready_matmul(matrix, B, None, 0, kernel, up=up) for B, kernel in pairs)
     return ReadyGather(
@@ -246,4 +256,5 @@ def ready_gather(
         alone,
         is_gated,
         bool(kernels[0].quantize_out),
+        together,
     )

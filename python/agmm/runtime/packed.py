@@ -35,7 +35,7 @@ class Packed4BitWeight:
     group_size: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.K, self.N, self.group_size)
+        check_sizes(self.K, self.N, self.group_size)
         if not isinstance(self.packed, torch.Tensor) or self.packed.device.type != "cpu":
             found = getattr(self.packed, "device", type(self.packed).__name__)
             raise InvalidArgument(f"packed: found {found}, wanted a tensor on the CPU")
@@ -73,7 +73,7 @@ class Packed4BitWeight:
             )
         n, k = weight.shape[0], 2 * weight.shape[1]
         group_size = k if group_size is None else group_size
-        _check_sizes(k, n, group_size)
+        check_sizes(k, n, group_size)
         if scales.numel() != n * (k // group_size) or len(scales) != n:
             raise InvalidArgument(
                 f"scales: found shape {tuple(scales.shape)}, wanted ({n}, {k // group_size})"
@@ -100,7 +100,13 @@ class Packed4BitWeight:
         return found
 
 
-def _check_sizes(k: int, n: int, group_size: int) -> None:
+def check_sizes(k: int, n: int, group_size: int) -> None:
+    """Checks the sizes of a weight [K, N] of 4 bits.
+
+    Raises:
+        InvalidArgument: K is odd, or ``group_size`` is neither K nor a multiple of 32 that divides
+            it.
+    """
     if k < 1 or n < 1 or k % 2:
         raise InvalidArgument(f"K, N: found K={k}, N={n}, wanted at least 1, and an even K")
     if group_size != k and (group_size < 1 or group_size % _GROUP_MULTIPLE or k % group_size):

@@ -12,15 +12,25 @@ namespace agmm {
 template <class A, class B>
 struct Fp8;
 
+/// A of bfloat16, and a weight of 4 bits with so many groups in 128 of K (packed_weight.hpp).
+template <int kGroups>
+struct PackedBf16;
+
 template <class Element>
 struct TypesOf {
+  static constexpr int kPackedGroups = 0;  // the weight is not packed
   using A = Element;
   using B = Element;
   using Out = Element;
   static constexpr bool kIsFp8 = false;
 };
+template <int kGroups>
+struct TypesOf<PackedBf16<kGroups>> : TypesOf<cutlass::bfloat16_t> {
+  static constexpr int kPackedGroups = kGroups;
+};
 template <class A_, class B_>
 struct TypesOf<Fp8<A_, B_>> {
+  static constexpr int kPackedGroups = 0;
   using A = A_;
   using B = B_;
   using Out = cutlass::bfloat16_t;
@@ -38,6 +48,8 @@ template <>
 inline constexpr DType kDType<cutlass::bfloat16_t> = DType::BFloat16;
 template <>
 inline constexpr DType kDType<cutlass::half_t> = DType::Float16;
+template <int kGroups>
+inline constexpr DType kDType<PackedBf16<kGroups>> = DType::BFloat16;
 template <>
 inline constexpr DType kDType<Fp8<cutlass::float_e4m3_t, cutlass::float_e4m3_t>> = DType::E4M3;
 template <>

@@ -97,7 +97,7 @@ struct SummedTiles {
       int32_t number;  // of the packet
 
       CUTLASS_DEVICE int64_t at(Params const& params) const {
-        return int64_t(row) * params.n + column;
+        return int64_t(row) * params.weights[0].n + column;
       }
     };
 
@@ -106,7 +106,7 @@ struct SummedTiles {
     CUTLASS_DEVICE void for_each(Place const& where, Tile const& tile, Visit const& visit) const {
       int32_t const splits = params.splits.divisor;
       int32_t const rows = params.splits.divide(tile.rows.size() + splits - 1 - where.split);
-      int32_t const units = ceil_div(params.n, kStreamedColumns);
+      int32_t const units = ceil_div(params.weights[0].n, kStreamedColumns);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t i = int32_t(threadIdx.x); i < rows * kPackets; i += kThreads) {
         int32_t const unit = i % kPackets / kUnitPackets;
@@ -116,8 +116,9 @@ struct SummedTiles {
         part.of_owner = i / kPackets;
         part.in_tile = unit * kStreamedColumns + in_unit;
         part.column = tile.column + part.in_tile;
-        if (part.column >= params.n) continue;
-        part.count = min_of(min_of(kElements, kStreamedColumns - in_unit), params.n - part.column);
+        if (part.column >= params.weights[0].n) continue;
+        part.count = min_of(min_of(kElements, kStreamedColumns - in_unit),
+                            params.weights[0].n - part.column);
         part.row = tile.rows.begin + part.of_owner * splits + where.split;
         part.number =
             (part.row * units + tile.column / kStreamedColumns + unit) * kUnitPackets + of_unit;
@@ -185,7 +186,7 @@ struct SummedTiles {
     }
 
     CUTLASS_DEVICE void store(Part const& part, Group const& group) const {
-      auto* const to = reinterpret_cast<char*>(params.out + part.at(params));
+      auto* const to = reinterpret_cast<char*>(params.weights[0].out + part.at(params));
       if (part.count == kElements) {
         Base::store_whole(to, group);
       } else {
@@ -205,8 +206,8 @@ struct SummedTiles {
         if (source >= args.world_size) break;
         Base::add(sum, source == args.rank ? own : group_of(found[source]), source == 0);
       }
-      if (params.epilogue.bias != nullptr) {
-        Base::add(sum, load(params.epilogue.bias + part.column, part.count), false);
+      if (params.weights[0].epilogue.bias != nullptr) {
+        Base::add(sum, load(params.weights[0].epilogue.bias + part.column, part.count), false);
       }
       if (params.sink.residual != nullptr) {
         Base::add(sum, load(params.sink.residual + part.at(params), part.count), false);

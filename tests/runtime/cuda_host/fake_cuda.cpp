@@ -14,6 +14,7 @@
 #include "gemm/grouped_entry.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
+#include "gemm/packed_entry.hpp"
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "sync/signals.hpp"
@@ -419,6 +420,7 @@ ScatterEntry const* const kLaggedTable[] = {&pingpong_scatter};
 std::size_t const kLaggedCount = 1;
 GroupedEntry const* const kGroupedTable[] = {nullptr};
 std::size_t const kGroupedCount = 0;
+std::array<KernelEntry, 4> const kPackedKernels{};
 
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
