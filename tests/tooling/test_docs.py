@@ -297,6 +297,12 @@ def test_gains_of_the_block_are_those_of_the_report() -> None:
         assert f"| {entry['tokens']} | {entry['pass']} | {gains} |" in text
 
 
+def test_each_public_header_is_in_the_table() -> None:
+    text = (DOCS / "reference" / "cpp.md").read_text()
+    headers = {path.name for path in (REPOSITORY / "include" / "agmm").glob("*.hpp")}
+    assert set(re.findall(r"^\| `(\w+\.hpp)` \|", text, re.MULTILINE)) == headers
+
+
 # --- the site ---
 
 
