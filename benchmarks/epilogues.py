@@ -7,8 +7,11 @@ alone then has 2 N columns, in one weight.
     python benchmarks/epilogues.py
     python benchmarks/epilogues.py --shapes 4096x3584x8192 --activations silu_mul --kernels
     python benchmarks/epilogues.py --json epilogues.json
+    python benchmarks/epilogues.py --gradients --activations silu_mul,gelu_tanh_mul,silu
 
-With --kernels each kernel that has the activation is timed too, in its usual order.
+With --kernels each kernel that has the activation is timed too, in its usual order. With
+--gradients it is the gradient through the activation that is timed, of M x N products that are
+there, beside torch's ops, eager and compiled, and beside its bytes at the rate of `copy_`.
 """
 
 from __future__ import annotations
@@ -28,14 +31,20 @@ from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
-from agmm.ops import async_input_mm
+from agmm.ops import activation_gradients, async_input_mm
 from agmm.planning import call_plans, heuristics
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import Shape
+from agmm.runtime import cuda_activations
+from agmm.runtime.cuda_activations import Cast
 from agmm.runtime.epilogues import ACTIVATIONS, Epilogue
+from agmm.runtime.scaling import ALL, BLOCK
 
 FUSED, ALONE, ROOF, COMPILED = "agmm fused", "agmm matmul", "torch.mm", "torch.mm + compiled"
+KERNEL, EAGER, TRACED, COPY = "agmm", "torch", "torch compiled", "copy"
+CASTS = {"rowwise": (1, ALL), "block": (1, BLOCK)}
+"""The kinds of scales with which the kernel quantises the gradients of a gate too."""
 SHAPES = [Shape(m, 3584, 8192) for m in (128, 512, 2048, 4096, 8192)]
 """The shapes of gate and up of a model with 8192 hidden features, one half of 7168 on two ranks."""
 MOST_ERROR = 2**-7
@@ -93,6 +102,70 @@ def measure(
     }
 
 
+def gradient_ways(
+    shape: Shape, activation: str
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """What makes the gradients of products, by name, and the bytes that each has to move; ``copy``
+    moves as many as the kernel."""
+    epilogue = Epilogue(activation)
+    count = 2 if epilogue.is_gated else 1
+    of_out, *products = (
+        torch.randn(shape.M, shape.N, device="cuda", dtype=torch.bfloat16) for _ in range(count + 1)
+    )
+    matrix = 2.0 * shape.M * shape.N
+    whole = (2 * count + 1) * matrix
+    source = torch.empty(int(whole) // 4, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+
+    def by_torch(of_out: torch.Tensor, *products: torch.Tensor) -> list[torch.Tensor | None]:
+        return epilogue.gradients([of_out], products)
+
+    kernel = partial(cuda_activations.gradients, activation, of_out, products)
+    compiled = partial(torch.compile(by_torch), of_out, *products)
+    ways: dict[str, Callable[[], Any]] = {
+        KERNEL: kernel,
+        EAGER: partial(by_torch, of_out, *products),
+    }
+    ways |= {TRACED: compiled, COPY: lambda: target.copy_(source)}
+    moved = dict.fromkeys(ways, whole)
+    for name, tile in CASTS.items() if epilogue.is_gated else ():
+        cast = Cast(tile, torch.float8_e4m3fn, power_of_2=True)
+        ways[f"{KERNEL} + {name}"] = partial(
+            activation_gradients.joint_gradients, activation, of_out, products, cast
+        )
+        moved[f"{KERNEL} + {name}"] = whole + matrix
+    found, wanted = kernel(), epilogue.gradients([of_out], products)
+    if found is None:
+        raise SystemExit(f"{activation} {shape}: found no kernel of this build, wanted one")
+    for one, other in zip(found, wanted, strict=True):
+        assert other is not None
+        error = ((one.double() - other.double()).norm() / other.double().norm()).item()
+        if not error <= MOST_ERROR:
+            raise SystemExit(f"{activation} {shape}: found a relative error of {error:.3g}")
+    return ways, moved
+
+
+def time_gradients(names: list[str], shapes: list[Shape], samples: int) -> None:
+    """Print how long the gradient of each activation takes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    table = plain_table("Gradients through activations")
+    for heading in ("activation", "M x N", "way", "µs", "÷ its bytes", "÷ agmm"):
+        table.add_column(heading, justify="right" if "µ" in heading else "left", no_wrap=True)
+    for name in names:
+        for shape in shapes:
+            ways, moved = gradient_ways(shape, name)
+            release_memory(device)
+            us = {
+                way: statistics.median(found)
+                for way, found in time_ways(ways, samples=samples, device=device).items()
+            }
+            for way, found in us.items():
+                by_bytes = found / (us[COPY] * moved[way] / moved[COPY])
+                row = name, f"{shape.M} x {shape.N}", way, f"{found:.1f}", f"{by_bytes:.2f}"
+                table.add_row(*row, f"{found / us[KERNEL]:.2f}")
+    console().print(table)
+
+
 def main(
     shapes: Annotated[
         str | None, typer.Option(help="MxNxK, comma-separated; N of a weight.")
@@ -101,6 +174,9 @@ def main(
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
     row_major: Annotated[bool, typer.Option("--row-major", help="The layout of B.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Time every kernel, too.")] = False,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Time the gradients of products instead.")
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time matmuls with an activation in the kernel."""
@@ -114,6 +190,9 @@ def main(
                 f"found {name}, wanted some of {wanted}", param_hint="--activations"
             )
     chosen = SHAPES if shapes is None else [Shape.parse(one) for one in shapes.split(",")]
+    if gradients:
+        time_gradients(names, chosen, samples)
+        return
     report = new_report(replace(Options(world_size=1, samples=samples).resolved(), ways=None))
     table = plain_table("Activations in the kernel")
     for heading in ("activation", "M x N x K", "way", "µs", "÷ matmul", "compiled ÷"):

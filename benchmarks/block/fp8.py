@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from agmm.nn import Fp8Recipe, _fp8, fp8_recipe
+from agmm.nn import Fp8Recipe, _fp8_operands, fp8_recipe
 from agmm.ops.scaled_products import scaled_matmul
 
 
@@ -21,8 +21,8 @@ class _Product(torch.autograd.Function):
         ctx.casts = casts
         ctx.save_for_backward(x, weight)
         rows = x.flatten(0, -2)
-        values, scale = _fp8._quantised(casts, rows, casts.input, casts.input.first)
-        B, scale_b = _fp8._second(casts, weight, casts.weight)
+        values, scale = _fp8_operands.quantised_by(casts, rows, casts.input, casts.input.first)
+        B, scale_b = _fp8_operands.second(casts, weight, casts.weight)
         out = _product(values, scale, B, scale_b, x, casts.fast_accum[0])
         return out.view(*x.shape[:-1], weight.shape[1])
 
@@ -32,12 +32,16 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         casts: Fp8Recipe = ctx.casts
         rows, of_x = dout.flatten(0, -2), x.flatten(0, -2)
-        values, scale = _fp8._quantised(casts, rows, casts.grad_output, casts.grad_output.first)
-        B, scale_b = _fp8._transposed(casts, [weight])
+        values, scale = _fp8_operands.quantised_by(
+            casts, rows, casts.grad_output, casts.grad_output.first
+        )
+        B, scale_b = _fp8_operands.transposed_weights(casts, [weight])
         dx = _product(values, scale, B, scale_b, x, casts.fast_accum[1])
-        columns_of_x = _fp8._columns(casts, of_x, casts.input_for_grad_weight)
-        columns_of_dout = _fp8._columns(casts, rows, casts.grad_output_for_grad_weight)
-        dweight = _fp8._grad_of_weight(casts, columns_of_x, columns_of_dout, weight.dtype).t()
+        columns_of_x = _fp8_operands.columns_of(casts, of_x, casts.input_for_grad_weight)
+        columns_of_dout = _fp8_operands.columns_of(casts, rows, casts.grad_output_for_grad_weight)
+        dweight = _fp8_operands.grad_of_weight(
+            casts, columns_of_x, columns_of_dout, weight.dtype
+        ).t()
         return None, dx.view(x.shape), dweight
 
 
@@ -49,7 +53,7 @@ def _product(
     like: torch.Tensor,
     fast_accum: bool,
 ) -> torch.Tensor:
-    scale_a, scale_b = _fp8._of_one_kind(scale_a, scale_b, len(A), B.shape[1])
+    scale_a, scale_b = _fp8_operands.of_one_kind(scale_a, scale_b, len(A), B.shape[1])
     if A.is_cuda:  # torch's own, which its async TP looks for
         out: torch.Tensor = torch._scaled_mm(
             A, B, scale_a, scale_b, out_dtype=like.dtype, use_fast_accum=fast_accum

@@ -24,6 +24,7 @@ __all__: list[str] = [
     "DType",
     "FP8_ALIGNMENT",
     "Format",
+    "GRADIENT_MULTIPLE",
     "GatherProblem",
     "GatherWeight",
     "KernelConfig",
@@ -43,6 +44,7 @@ __all__: list[str] = [
     "MOST_CHOICES",
     "MOST_COMBINED_PARTS",
     "MOST_EXPERTS",
+    "MOST_QUANTIZED_COLUMNS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
@@ -59,6 +61,7 @@ __all__: list[str] = [
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
+    "activation_gradient",
     "async_input_mm",
     "call_tag",
     "capture_of",
@@ -928,6 +931,8 @@ class ScaleOf:
       matrix
 
       column
+
+      square
     """
 
     __members__: typing.ClassVar[dict[str, ScaleOf]]
@@ -935,6 +940,7 @@ class ScaleOf:
     column: typing.ClassVar[ScaleOf]
     matrix: typing.ClassVar[ScaleOf]
     row: typing.ClassVar[ScaleOf]
+    square: typing.ClassVar[ScaleOf]
     @typing.overload
     def __eq__(self, other: ScaleOf) -> bool: ...
     @typing.overload
@@ -1111,6 +1117,19 @@ class CudaRowCombine:
     @property
     def slot_bytes(self) -> int: ...
 
+def activation_gradient(
+    activation: str,
+    dtype: DType,
+    rows: int,
+    columns: int,
+    matrices: collections.abc.Sequence[tuple[int, int]],
+    quantized: tuple[QuantizedTo, ScaleOf, bool, int, int] | None,
+    stream: int,
+) -> None:
+    """
+    Enqueues the gradients of products for that of their activation, in float32, rounded once. matrices: address and stride of rows of the result's gradient, of gate and up, and of their gradients; without a gate of the result's gradient, the product and its gradient. quantized: dtype, what a scale covers, whether to powers of two, addresses of values and scales of both gradients side by side; None for none.
+    """
+
 def async_input_mm(
     problem: MatmulProblem,
     addresses: collections.abc.Sequence[int],
@@ -1259,7 +1278,7 @@ def load_ordered_sums() -> None:
 
 def load_quantizers() -> None:
     """
-    Loads the kernels of these functions on the current device, which waits for it.
+    Loads the kernels that quantise, and those of activation_gradient, on the current device, which waits for it.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
@@ -1475,6 +1494,7 @@ ALIGNMENT: int
 CAPABILITY: int
 COLLECTIVE_PACKET_BYTES: int
 FP8_ALIGNMENT: int
+GRADIENT_MULTIPLE: int
 LEAST_CAPABILITY: int
 MAX_CLUSTER_SPLITS: int
 MAX_COLLECTIVE_CTAS: int
@@ -1490,6 +1510,7 @@ MAX_STREAMING_CLUSTER: int
 MOST_CHOICES: int
 MOST_COMBINED_PARTS: int
 MOST_EXPERTS: int
+MOST_QUANTIZED_COLUMNS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

@@ -80,6 +80,13 @@ BATCH_INVARIANT: Final = Variable(
     "on: ops that take `batch_invariant=` compute the bits of a row independently of how many "
     "other rows there are, where a call does not say otherwise; the same on all ranks",
 )
+MESSAGES: Final = Variable(
+    "AGMM_MESSAGES",
+    "off",
+    "on: calls of 1,024 rows or more take the portable path by themselves in groups that span "
+    "hosts, or whose GPUs have no peer access, those of layers and of torch's async TP too; the "
+    "same on all ranks",
+)
 SGLANG: Final = Variable(
     "AGMM_SGLANG",
     "0",
@@ -105,6 +112,7 @@ RUN_TIME: Final = (
         REPORT,
         LEARN,
         BATCH_INVARIANT,
+        MESSAGES,
         SGLANG,
         VLLM,
     ),
@@ -162,7 +170,7 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, LEARN, BATCH_INVARIANT):
+    for variable in (CACHE, SHARED_GPUS, LEARN, BATCH_INVARIANT, MESSAGES):
         is_on(variable)
     early_start()
     reserved_sms()

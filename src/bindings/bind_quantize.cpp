@@ -1,9 +1,18 @@
 // This file binds what the CUDA core does with matrices beside matmuls: dynamic quantisation to
-// fp8, and sums in the order of the ranks.
+// fp8, sums in the order of the ranks, and gradients through activations.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
 
+#include "bindings/formats.hpp"
+#include "ops/activation_gradient.hpp"
 #include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
 
@@ -78,6 +87,47 @@ void ordered_sum(uintptr_t partials, int64_t stride, SummedElement element, int 
   agmm::ordered_sum(args, reinterpret_cast<void*>(stream));
 }
 
+/// A matrix in Python: its address, 0 for none, and the elements from one row to the next.
+using RowsTuple = std::tuple<uintptr_t, int64_t>;
+
+/// What both gradients are quantised to in Python: dtype, what a scale covers, whether factors are
+/// powers of two, the addresses of values and scales.
+using QuantizedTuple = std::tuple<QuantizedTo, ScaleOf, bool, uintptr_t, uintptr_t>;
+
+void activation_gradient(std::string const& activation, agmm::DType dtype, int64_t rows,
+                         int columns, std::vector<RowsTuple> const& matrices,
+                         std::optional<QuantizedTuple> const& quantized, uintptr_t stream) {
+  agmm::NamedEpilogue const named(activation);
+  agmm::ActivationGradient args;
+  args.activation = named.activation;
+  args.dtype = dtype;
+  args.rows = rows;
+  args.columns = columns;
+  agmm::Rows* const of_one[] = {&args.grad_out, &args.gate, &args.grad_gate};
+  agmm::Rows* const of_two[] = {&args.grad_out, &args.gate, &args.up, &args.grad_gate,
+                                &args.grad_up};
+  bool const is_gated = named.epilogue == agmm::Epilogue::Gate;
+  agmm::Rows* const* const wanted = is_gated ? of_two : of_one;
+  std::size_t const count = is_gated ? std::size(of_two) : std::size(of_one);
+  if (named.epilogue == agmm::Epilogue::Bias || matrices.size() != count) {
+    throw std::invalid_argument("matrices: found " + std::to_string(matrices.size()) + " with '" +
+                                activation + "', wanted 3 of an activation, 5 of a gated one");
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    auto const [at, stride] = matrices[i];
+    *wanted[i] = {reinterpret_cast<void*>(at), stride};
+  }
+  if (quantized) {
+    auto const [to, scale_of, power_of_2, values, scales] = *quantized;
+    args.to = to;
+    args.scale_of = scale_of;
+    args.power_of_2 = power_of_2;
+    args.values = reinterpret_cast<void*>(values);
+    args.scales = reinterpret_cast<float*>(scales);
+  }
+  agmm::activation_gradient(args, reinterpret_cast<void*>(stream));
+}
+
 }  // namespace
 
 void bind_quantize(py::module_& m) {
@@ -94,11 +144,19 @@ void bind_quantize(py::module_& m) {
       .value("row", ScaleOf::Row)
       .value("block", ScaleOf::Block)
       .value("matrix", ScaleOf::Matrix)
-      .value("column", ScaleOf::Column);
+      .value("column", ScaleOf::Column)
+      .value("square", ScaleOf::Square);
   m.attr("QUANTIZE_MULTIPLE") = agmm::kQuantizeMultiple;
   m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
-  m.def("load_quantizers", &agmm::load_quantizers, py::call_guard<py::gil_scoped_release>(),
-        "Loads the kernels of these functions on the current device, which waits for it.");
+  m.def(
+      "load_quantizers",
+      [] {
+        agmm::load_quantizers();
+        agmm::load_activation_gradients();
+      },
+      py::call_guard<py::gil_scoped_release>(),
+      "Loads the kernels that quantise, and those of activation_gradient, on the current device, "
+      "which waits for it.");
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),
@@ -132,4 +190,15 @@ void bind_quantize(py::module_& m) {
         "Enqueues the sum of contiguous matrices in their order, in float32 (float64 for float64), "
         "divided, with bias and residual added, rounded once. stride: bytes from one matrix to the "
         "next. bias, residual: 0 for none. is_wide: out is float32 (float64 for float64).");
+  m.attr("GRADIENT_MULTIPLE") = agmm::kGradientMultiple;
+  m.attr("MOST_QUANTIZED_COLUMNS") = agmm::kMostQuantizedColumns;
+  m.def(
+      "activation_gradient", &activation_gradient, py::arg("activation"), py::arg("dtype"),
+      py::arg("rows"), py::arg("columns"), py::arg("matrices"), py::arg("quantized"),
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+      "Enqueues the gradients of products for that of their activation, in float32, rounded once. "
+      "matrices: address and stride of rows of the result's gradient, of gate and up, and of "
+      "their gradients; without a gate of the result's gradient, the product and its gradient. "
+      "quantized: dtype, what a scale covers, whether to powers of two, addresses of values and "
+      "scales of both gradients side by side; None for none.");
 }

@@ -9,6 +9,7 @@
 #include "agmm/packed_matmul.hpp"
 #include "agmm/row_combine.hpp"
 #include "agmm/row_dispatch.hpp"
+#include "ops/activation_gradient.hpp"
 #include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
 
@@ -31,6 +32,8 @@ void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }
 void load_ordered_sums() { refuse(); }
 void ordered_sum(OrderedSum const&, void*) { refuse(); }
+void load_activation_gradients() { refuse(); }
+void activation_gradient(ActivationGradient const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void packed_matmul(PackedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }

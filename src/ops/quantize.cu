@@ -17,25 +17,6 @@ using namespace quantizing;
 
 bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-template <int kLanes>
-__device__ float max_of_lanes(float value) {
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    value = max_or_nan(value, __shfl_xor_sync(0xffffffffu, value, step));
-  }
-  return value;
-}
-
-/// The maximum over all threads of the CTA, in each of them. `room` has a word for each warp.
-__device__ float max_of_cta(float value, float* room) {
-  value = max_of_lanes<kWarp>(value);
-  if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = room[threadIdx.x % (kThreads / kWarp)];
-  value = max_of_lanes<kThreads / kWarp>(value);
-  __syncthreads();  // before the room is used again
-  return value;
-}
-
 /// Quantises each row by a CTA, or by a warp, which holds the row in registers between amax and
 /// conversion: kKept vectors in each thread. What a longer row has beyond these is read again.
 template <QuantizedTo to, class In, int kThreadsOfRow, int kKept>
@@ -66,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
         amax = max_or_nan(amax, x[at].amax());
       }
     }
-    amax = kThreadsOfRow == kWarp ? max_of_lanes<kWarp>(amax) : max_of_cta(amax, room);
+    amax = kThreadsOfRow == kWarp ? max_of_lanes<kWarp>(amax) : max_of_cta<kThreads>(amax, room);
     if (!is_there) continue;
     float const up = up_of<to>(amax, args.power_of_2);
     if (lane == 0) args.scales[row] = __frcp_rn(up);
@@ -107,6 +88,45 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args)
   }
 }
 
+/// Quantises each 128 x 128 by a CTA, which holds them in registers between amax and conversion.
+/// Numbers beyond the matrix count as 0.
+template <QuantizedTo to, class In>
+__global__ void __launch_bounds__(kThreads) quantize_squares(Quantize const args) {
+  using V = Vector<In>;
+  __shared__ float room[kThreads / kWarp];
+  constexpr int kAcross = kQuantizeBlock / V::kSize;  // threads of a row
+  constexpr int kDown = kThreads / kAcross;           // rows at a time
+  constexpr int kKept = kQuantizeBlock / kDown;
+  int const across = (args.columns + kQuantizeBlock - 1) / kQuantizeBlock;
+  int64_t const squares = (args.rows + kQuantizeBlock - 1) / kQuantizeBlock * across;
+  // All threads of a CTA take equally many turns, since they meet in each.
+  for (int64_t square = blockIdx.x; square < squares; square += gridDim.x) {
+    int64_t const first_row = square / across * kQuantizeBlock + threadIdx.x / kAcross;
+    int const column = static_cast<int>(square % across) * kQuantizeBlock +
+                       static_cast<int>(threadIdx.x) % kAcross * V::kSize;
+    auto const is_there = [&](int64_t row) { return row < args.rows && column < args.columns; };
+    V kept[kKept] = {};
+    float amax = 0;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      int64_t const row = first_row + i * kDown;
+      if (is_there(row)) {
+        auto const* const x = static_cast<In const*>(args.x) + row * args.columns + column;
+        kept[i] = *reinterpret_cast<V const*>(x);
+      }
+      amax = max_or_nan(amax, kept[i].amax());
+    }
+    float const up = up_of<to>(max_of_cta<kThreads>(amax, room), args.power_of_2);
+    if (threadIdx.x == 0) args.scales[square] = __frcp_rn(up);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      int64_t const row = first_row + i * kDown;
+      if (!is_there(row)) continue;
+      store<to>(kept[i], up, static_cast<uint8_t*>(args.values) + row * args.columns + column);
+    }
+  }
+}
+
 /// Finds the amax of the matrix. CTAs compare theirs as bits, which for numbers that are not
 /// negative are in the same order; a NaN's are above all.
 template <class In>
@@ -119,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) matrix_amax(Quantize const args) {
        i += int64_t(gridDim.x) * kThreads) {
     amax = max_or_nan(amax, static_cast<V const*>(args.x)[i].amax());
   }
-  amax = max_of_cta(amax, room);
+  amax = max_of_cta<kThreads>(amax, room);
   if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(args.amax), __float_as_uint(amax));
 }
 
@@ -176,6 +196,10 @@ void quantize_from(Quantize const& args, cudaStream_t stream) {
     int64_t const blocks = args.rows * ((args.columns + kQuantizeBlock - 1) / kQuantizeBlock);
     constexpr int kAtOnce = kThreads / (kQuantizeBlock / Vector<In>::kSize);
     launch(quantize_blocks<to, In>, (blocks + kAtOnce - 1) / kAtOnce, args, stream);
+  } else if (args.scale_of == ScaleOf::Square) {
+    int64_t const down = (args.rows + kQuantizeBlock - 1) / kQuantizeBlock;
+    int const across = (args.columns + kQuantizeBlock - 1) / kQuantizeBlock;
+    launch(quantize_squares<to, In>, down * across, args, stream);
   } else if (args.scale_of == ScaleOf::Column) {
     quantize_columns(args, stream);
   } else {
@@ -191,6 +215,7 @@ void load_from() {
   load(quantize_rows<to, In, kThreads, 4>);
   load(quantize_rows<to, In, kThreads, 8>);
   load(quantize_blocks<to, In>);
+  load(quantize_squares<to, In>);
   load(quantize_matrix<to, In>);
 }
 
@@ -215,6 +240,15 @@ void load_quantizers() {
   loaded.insert(device);
 }
 
+namespace {
+
+/// Whether the largest values are searched for before anything is quantised.
+bool needs_amax(ScaleOf scale_of) {
+  return scale_of == ScaleOf::Matrix || scale_of == ScaleOf::Column;
+}
+
+}  // namespace
+
 void quantizing::check(Quantize const& args) {
   if (args.rows < 1 || args.columns < 1 || args.columns % kQuantizeMultiple != 0) {
     refuse("x", std::to_string(args.rows) + " rows of " + std::to_string(args.columns),
@@ -223,8 +257,7 @@ void quantizing::check(Quantize const& args) {
   if (!is_aligned(args.x) || !is_aligned(args.values)) {
     refuse("x, values", "an address that is no multiple of 16 bytes", "one that is");
   }
-  bool const needs_none = args.scale_of == ScaleOf::Row || args.scale_of == ScaleOf::Block;
-  if (!needs_none && args.amax == nullptr) {
+  if (needs_amax(args.scale_of) && args.amax == nullptr) {
     refuse("amax", "null", "device memory");
   }
   if (args.leading != 0 && (args.leading < args.rows || args.leading % kQuantizeMultiple != 0)) {
@@ -249,8 +282,8 @@ void quantize(Quantize const& args, void* stream) {
 
 void find_amax(Quantize const& args, void* stream) {
   check(args);
-  if (args.scale_of == ScaleOf::Row || args.scale_of == ScaleOf::Block) {
-    refuse("scale_of", "a row or a block", "the matrix or a column");
+  if (!needs_amax(args.scale_of)) {
+    refuse("scale_of", "a row, a block or a square", "the matrix or a column");
   }
   auto const on = static_cast<cudaStream_t>(stream);
   if (args.scale_of == ScaleOf::Column) return find_amax_of_columns(args, on);

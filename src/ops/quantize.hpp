@@ -9,8 +9,8 @@ namespace agmm {
 
 enum class QuantizedFrom { BFloat16, Float16, Float32 };
 enum class QuantizedTo { E4M3, E5M2 };
-/// What a scale covers: a row, 128 columns of a row, the matrix, or a column.
-enum class ScaleOf { Row, Block, Matrix, Column };
+/// What a scale covers: a row, 128 columns of a row, the matrix, a column, or 128 x 128.
+enum class ScaleOf { Row, Block, Matrix, Column, Square };
 
 constexpr int32_t kQuantizeBlock = kScaleBlock;
 /// The number of columns is a multiple of this, so that rows begin at multiples of 16 bytes.
@@ -28,7 +28,8 @@ struct Quantize {
   // A multiple of 16. With ScaleOf::Column and any but 0, values are the transpose, [columns,
   // leading], with zeros beyond the rows.
   int64_t leading = 0;
-  float* scales = nullptr;  // [rows], [rows, ceil(columns / 128)], [1] or [columns]
+  // [rows], [rows, ceil(columns / 128)], [1], [columns] or [ceil(rows / 128), ceil(columns / 128)]
+  float* scales = nullptr;
   // The largest absolute values, float32, for ScaleOf::Matrix [1] and Column [columns]. quantize()
   // writes those of x here, or, with has_amax, takes what is here already (that of several matrices
   // which share scales).

@@ -34,6 +34,26 @@ struct Vector {
   }
 };
 
+template <int kLanes>
+__device__ float max_of_lanes(float value) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    value = max_or_nan(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
+}
+
+/// The maximum over all threads of the CTA, in each of them. `room` has a word for each warp.
+template <int kThreadsOfCta>
+__device__ float max_of_cta(float value, float* room) {
+  constexpr int kWarps = kThreadsOfCta / kWarp;
+  value = max_of_lanes<kWarp>(value);
+  if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = max_of_lanes<kWarps>(room[threadIdx.x % kWarps]);
+  __syncthreads();  // before the room is used again
+  return value;
+}
+
 /// An fp8 type: what values are cut at, and two of them from two floats.
 template <QuantizedTo to>
 struct Fp8 {

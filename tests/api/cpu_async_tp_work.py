@@ -119,7 +119,7 @@ def as_torch(world_size: int, gather_dim: int) -> op_work.Result:
     return faults
 
 
-def _compile(
+def compiled_by_pass(
     function: Callable[..., Any], group: dist.ProcessGroup, *inputs: torch.Tensor
 ) -> tuple[Callable[..., Any], Any, str]:
     """The function compiled with torch's async TP pass, its first result and its code."""
@@ -149,7 +149,7 @@ def compiled(world_size: int, shape: tuple[int, ...], weights: int, return_A: bo
     served = noted(PlainGather, "by_cpu")
     faults = []
     with async_tp.enable(), served as calls:
-        again, found, code = _compile(function, group, x, Bs)  # type: ignore[arg-type]
+        again, found, code = compiled_by_pass(function, group, x, Bs)  # type: ignore[arg-type]
     wanted = function(x, Bs)
     if "fused_all_gather_matmul" not in code or "all_gather_into_tensor" in code:
         faults.append(f"not fused: {code}")
@@ -189,7 +189,7 @@ def parallel_module(world_size: int) -> list[str]:
         sharded = parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
         served = noted(PlainGather, "by_cpu")
         with async_tp.enable(), served as calls:
-            _, found, code = _compile(sharded, group, A.tensor_split(world_size)[rank])
+            _, found, code = compiled_by_pass(sharded, group, A.tensor_split(world_size)[rank])
     faults = [] if "fused_all_gather_matmul" in code else [f"not fused: {code}"]
     if calls.call_count != 1:
         faults.append(f"agmm served {calls.call_count} calls")
@@ -264,7 +264,7 @@ def compiled_scatter(world_size: int, shape: tuple[int, ...]) -> list[str]:
     B = op_work._random((shape[-1], 8), torch.float32, 9 + rank)
     served = noted(PlainScatter, "by_cpu")
     with async_tp.enable(), served as calls:
-        _, found, code = _compile(function, group, x, B)
+        _, found, code = compiled_by_pass(function, group, x, B)
     wanted = function(x, B)
     faults = []
     if "fused_matmul_reduce_scatter" not in code or "reduce_scatter_tensor" in code:
@@ -291,7 +291,7 @@ def parallel_rows(world_size: int) -> list[str]:
         sharded = parallelize_module(model, mesh, {"0": RowwiseParallel(output_layouts=Shard(0))})
         served = noted(PlainScatter, "by_cpu")
         with async_tp.enable(), served as calls:
-            _, found, code = _compile(sharded, group, A.tensor_split(world_size, 1)[rank])
+            _, found, code = compiled_by_pass(sharded, group, A.tensor_split(world_size, 1)[rank])
     faults = [] if "fused_matmul_reduce_scatter" in code else [f"not fused: {code}"]
     if calls.call_count != 1:
         faults.append(f"agmm served {calls.call_count} calls")

@@ -296,6 +296,9 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
         for op in ("agmm.scaled_matmul_all_reduce", "agmm::_scaled_matmul_all_reduce"):
             given = {k: t if t is None else t.detach().clone() for k, t in scaled_sum.items()}
             yield Call(op, given, out | {"use_fast_accum": False}, flops, False)
+            given = {k: t if t is None else t.detach().clone() for k, t in scaled_sum.items()}
+            by_copies_too = out | {"use_fast_accum": False, "config": "portable"}
+            yield Call(op, given, by_copies_too, flops, False)
     pivot: _Settings = {"a_chunk_pivot": 0}
     plain = {"a": make.numbers(m, K), "b": make.numbers(K, N), "a_chunk_signals": make.signals()}
     yield Call("agmm::_async_input_mm", plain, pivot, flops, False)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import transformers_work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import agmm.integrations.peft as by_agmm
 import agmm.integrations.transformers as transformers_by_agmm
@@ -189,6 +189,28 @@ def training(which: str, lora_bias: bool, folder: Path) -> list[str]:
         sharded = sharded.merge_and_unload()
         pairs["unloaded"] = _local(sharded(own)), _own(wanted, dim)
     return faults + _faults(pairs)
+
+
+def rows_of_several_sizes(length: int) -> list[str]:
+    """Faults of adapters on rows that the ranks cannot share evenly, which a DTensor has."""
+    by_agmm.enable()
+    torch.manual_seed(3)
+    plain, mesh = Feed(bias=True), _mesh()
+    whole = _adapted(copy.deepcopy(plain), lora_bias=True)
+    sharded = copy.deepcopy(plain)
+    plan = {"norm": SequenceParallel(), **STYLES["DTensors"]()}
+    parallelize_module(sharded, mesh, plan)
+    adapted = _adapted(sharded, lora_bias=True)
+    x, scale = torch.randn(2, 2, length, 16, dtype=torch.float64)
+    wanted, _ = _step(whole, x, scale)
+    found = adapted(DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(1)]))
+    (found.full_tensor() * scale).sum().backward()
+    pairs = {"out": (_full(found), wanted)}
+    others = dict(whole.named_parameters())
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            pairs[name] = _full(parameter.grad), others[name].grad
+    return _faults(pairs)
 
 
 def _saved_and_loaded(

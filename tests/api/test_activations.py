@@ -241,7 +241,7 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("save", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_calls_and_their_backward_are_the_same(save: bool) -> None:
     A, Bs, biases = _operands("silu_mul")
     leaves = [A, *Bs]

@@ -38,6 +38,7 @@ def test_all_ranks_get_the_bits_of_one_sum(pool: RankPool, world_size: int, bias
         check(found, world_size, [])
 
 
+@pytest.mark.slow
 def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     pool = rank_pools(8)
     check(pool.run(all_reduce_work.products, 8, SHAPES, torch.bfloat16, True), 8, [])

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agmm.errors import AgmmError, Unsupported, forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
-from agmm.ops import gather, kept, plain_scatter
+from agmm.ops import gather, kept, plain_scatter, portable
 from agmm.ops.gather import Gathered
+from agmm.ops.pipeline import KERNEL, LIBRARY, Route
 from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import call_plans
@@ -348,6 +349,36 @@ def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "why_unfused", lambda device, *_: f"{device} is no Hopper")
     with FakeTensorMode():
         assert Case().why() == "cuda:0 is no Hopper"
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_hopper", [True, False])
+def test_ranks_that_share_no_memory_are_not_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, is_hopper: bool
+) -> None:
+    """Neither where agmm has no kernel, nor where its kernel turns out to have no memory."""
+    why = None if is_hopper else "no Hopper"
+    monkeypatch.setattr(symmetric, "why_unfused", lambda *_: why)
+    monkeypatch.setattr(portable, "shares_no_memory", lambda *_: True)
+    apart = mock.Mock(side_effect=Unsupported("group: found ranks on 2 hosts, wanted one"))
+    monkeypatch.setattr(PlainGather, "route", lambda *_: Route(KERNEL))
+    if not is_hopper:
+        monkeypatch.setattr(PlainGather, "route", lambda *_: Route(LIBRARY, why))
+    monkeypatch.setattr(PlainGather, "prepare", apart)
+    served = mock.Mock(side_effect=lambda *_: Gathered(torch.empty(0), None, []))
+    monkeypatch.setattr(PlainGather, "by_library", served)
+    torch_kernel = mock.Mock()
+    assert dist.group.WORLD is not None
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case = Case()
+        call = case.A_shard, case.Bs, case.gather_dim, dist.group.WORLD.group_name
+        for _ in range(2):
+            async_tp_kernels.gather_over(torch_kernel)(*call)
+    said = [str(warning.message) for warning in caught]
+    wanted = "group: found ranks on 2 hosts, wanted one" if is_hopper else why
+    assert said == [f"agmm takes the unfused path: {wanted}"]
+    assert (served.call_count, torch_kernel.call_count) == (2, 0)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -59,7 +59,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("paths", ["as planned", "unfused"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_result_is_a_view(pool: RankPool, world_size: int, paths: str) -> None:
     check(pool.run(work.views, world_size, paths, SIZES), world_size)
 
@@ -113,6 +113,7 @@ def test_flops(pool: RankPool, world_size: int) -> None:
     check(pool.run(work.flops, world_size), world_size)
 
 
+@pytest.mark.slow
 def test_flops_are_counted_whoever_is_imported_first() -> None:
     """agmm does not import torch's counter, which imports Triton."""
     script = """

@@ -43,7 +43,9 @@ def table(world_size: int, dtype: torch.dtype) -> list[Case]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5)), 3]
+)
 def test_results_are_those_of_the_model(
     pool: RankPool, world_size: int, dtype: torch.dtype
 ) -> None:
@@ -81,7 +83,7 @@ def test_ranks_with_different_numbers_ask_for_slots_of_one_size() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_random_cases(pool: RankPool, world_size: int, seed: int) -> None:
     check(pool.run(work.random_faults, world_size, seed, 25), world_size)
 

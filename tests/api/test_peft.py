@@ -43,6 +43,12 @@ def test_adapters_are_those_of_the_unsharded_model(
 
 
 @client
+@pytest.mark.parametrize(("world_size", "length"), [(2, 5), (4, 6), (4, 1)])
+def test_adapters_on_rows_of_several_sizes(rank_pools: Pools, world_size: int, length: int) -> None:
+    assert rank_pools(world_size).run(peft_work.rows_of_several_sizes, length) == [[]] * world_size
+
+
+@client
 @pytest.mark.parametrize("which", ["sequence", "all rows"])
 def test_ranks_agree_on_gradients_under_dropout(rank_pools: Pools, which: str) -> None:
     assert rank_pools(2).run(peft_work.with_dropout, which) == [[]] * 2

@@ -20,6 +20,7 @@ from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
+from agmm.planning import call_plans
 from agmm.planning.plans import BY_COPIES, UNFUSED
 from agmm.runtime import cuda_hosts, symmetric
 from agmm.runtime.capabilities import COLLECTIVES, MATMULS, Feature
@@ -115,6 +116,34 @@ def test_cards_without_a_matmul_take_the_best_common_path(
     assert route.by == wanted
     if wanted == PORTABLE and "config" not in asked:
         assert route.reason == CARDS[card][MATMULS]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("asked", "by_messages"),
+    [
+        ({}, True),
+        ({"rows": 512}, False),
+        ({"config": "unfused"}, False),
+        ({"ranks": 1}, False),
+    ],
+    ids=str,
+)
+def test_messages_are_taken_where_the_variable_says_so(
+    monkeypatch: pytest.MonkeyPatch, card: str, op: str, asked: dict[str, Any], by_messages: bool
+) -> None:
+    """Before anything is planned, so on GPUs that have kernels too; only where no memory is
+    shared."""
+    monkeypatch.setenv("AGMM_MESSAGES", "on")
+    monkeypatch.setattr(portable, "shares_no_memory", lambda *_: card in APART)
+    agreed = mock.Mock()
+    monkeypatch.setattr(call_plans, "agree", agreed)
+    route = route_of(call_of(op, **asked), card)
+    if card in APART:
+        assert route.by == (PORTABLE if by_messages else LIBRARY)
+        assert not by_messages or (route.reason is None and agreed.called)
+    else:
+        assert agreed.called == by_messages
 
 
 @pytest.mark.parametrize(("op", "dim"), [("gather", 1), ("scatter", 2)])

@@ -922,7 +922,7 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 @pytest.mark.parametrize("name", ["A", "B", "scale_a", "scale_b"])
 def test_a_kept_call_serves_no_list_in_place_of_a_tensor(group: str, name: str) -> None:
     operands = given("rowwise")
-    settings = 0, "sum", torch.bfloat16, False, False
+    settings = 0, "sum", torch.bfloat16, False, False, ""
     lists = [[operand] for operand in called(lambda *rest: rest, operands)]
     kind = kept.kind_of_call(settings, *lists, None, None)
     calls = {kind: mock.Mock()}

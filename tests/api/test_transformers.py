@@ -46,6 +46,50 @@ def _families() -> pytest.MarkDecorator:
 
 
 @client
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_its_plans_are_converted(
+    rank_pools: Pools, saved: Callable[[str], Path], world_size: int, family: str
+) -> None:
+    found = rank_pools(world_size).run(transformers_work.by_converted_plan, saved(family))
+    assert found == [[]] * world_size
+
+
+@client
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [(family, 2) for family in ("Llama", "Qwen3", "Mistral", "Gemma2", "Phi", "Mixtral", "GptOss")]
+    + [("Llama", 4), ("GptOss", 4)],
+)
+def test_plans_of_torch_with_sequence_parallelism_are_converted(
+    rank_pools: Pools, saved: Callable[[str], Path], family: str, world_size: int
+) -> None:
+    """transformers has no such plan. Rows that the ranks cannot share evenly are among these."""
+    found = rank_pools(world_size).run(transformers_work.by_torch_styles, saved(family))
+    assert found == [[]] * world_size
+
+
+@client
+@pytest.mark.parametrize("kind", ["auto", "sequence"])
+def test_its_trainer(
+    rank_pools: Pools, saved: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    found = rank_pools(2).run(transformers_work.by_trainer, saved("Llama"), kind, tmp_path)
+    assert found == [[]] * 2
+
+
+@client
+@pytest.mark.parametrize("kind", ["auto", "sequence"])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "Phi", "Phi3"])
+def test_further_families(
+    rank_pools: Pools, saved: Callable[[str], Path], family: str, kind: str
+) -> None:
+    given = saved(family), kind
+    assert rank_pools(2).run(transformers_work.training, *given, 2, 70, False) == [[]] * 2
+    assert rank_pools(2).run(transformers_work.generating, *given, 9) == [[]] * 2
+
+
+@client
 @pytest.mark.parametrize("kind", ["auto", "sequence"])
 @_families()
 @pytest.mark.parametrize("world_size", [2, 4])

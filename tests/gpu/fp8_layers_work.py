@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from layers_work import local_values
 
-from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
+from agmm.nn import ColumnParallelLinear, GatedMLP, RowParallelLinear, load_full_state_dict
 from agmm.testing.reference import relative_error
 
 # Values are rounded to e4m3, whose steps are a 16th to an 8th (e5m2: an 8th to a 4th), both
@@ -66,3 +66,49 @@ def layers(recipe: str, rows: int, bias: bool) -> list[str]:
             if not relative_error(one, other) < LIMIT:
                 faults.append(f"{recipe} {layer} {name}: error {relative_error(one, other)}")
     return faults
+
+
+def gated(recipe: str, rows: int, hidden: int) -> list[str]:
+    """Faults of a gated feed-forward module with so many hidden features on a rank, forward and
+    backward, against the whole one in float64."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    width = 256
+    where: dict[str, Any] = {"device": gpu_work.device(), "dtype": torch.bfloat16}
+    mlp = GatedMLP(width, hidden * world_size, fp8=recipe, **where)
+    whole = {
+        "gate_proj.weight": _randn(hidden * world_size, width, seed=1) / 8,
+        "up_proj.weight": _randn(hidden * world_size, width, seed=2) / 8,
+        "down_proj.weight": _randn(width, hidden * world_size, seed=3) / 8,
+    }
+    load_full_state_dict(mlp, whole)
+    x, dout = (_randn(world_size * rows, width, seed=seed) for seed in (4, 5))
+    own = slice(rank * rows, (rank + 1) * rows)
+    given = x[own].clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is unfused
+        out = mlp(given)
+        out.backward(dout[own])
+        with torch.no_grad():
+            without_gradients = mlp(given)
+    leaves = [one.double().requires_grad_() for one in (x, *whole.values())]
+    of_x, gate, up, down = leaves
+    products = torch.nn.functional.silu(of_x @ gate.t()) * (of_x @ up.t())
+    wanted = products @ down.t()
+    wanted.backward(dout.double())
+    pairs: list[Any] = [
+        ("out", out, wanted.detach()[own]),
+        ("out without gradients", without_gradients, wanted.detach()[own]),
+        ("dx", given.grad, of_x.grad[own] if of_x.grad is not None else None),
+    ]
+    for (name, parameter), leaf, dim in zip(
+        mlp.named_parameters(), (gate, up, down), (0, 0, 1), strict=True
+    ):
+        assert parameter.grad is not None and leaf.grad is not None
+        wanted_part = leaf.grad.chunk(world_size, dim)[rank]
+        pairs.append((name, local_values(parameter.grad), wanted_part))
+    # Two products follow each other, and a third in the backward.
+    return [
+        f"{recipe} {name}: error {relative_error(one, other)}"
+        for name, one, other in pairs
+        if not relative_error(one, other) < 2 * LIMIT
+    ]

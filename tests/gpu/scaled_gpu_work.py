@@ -337,7 +337,7 @@ def scattered(
             ]
             addend = torch.full((shape.N,), seed + 1, device=device(), dtype=torch.bfloat16)
             own = every[rank]
-            of_a = own.scale_a if scaling == "tensorwise" else own.scale_a.view(*size, 1)
+            of_a = own.scale_a if scaling == "tensorwise" else own.scale_a.view(*size, -1)
             poison_freed_memory(2 * shape.M_local * shape.N * 4)
             with mock.patch.object(scaled_products, "product", side_effect=AssertionError):
                 out = op(

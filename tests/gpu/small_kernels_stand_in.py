@@ -21,7 +21,7 @@ from agmm.runtime.rank_sums import Total
 from agmm.runtime.scaling import ALL, BLOCK, Tile
 
 COUNTS = (5, 3000, 40_001)
-TILES: tuple[Tile, ...] = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1))
+TILES: tuple[Tile, ...] = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1), (BLOCK, BLOCK))
 SHAPES = ((3, 528), (65, 4096), (5, 16384))
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

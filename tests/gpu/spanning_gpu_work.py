@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import portable_gpu_work
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from gpu_work import device, wait_for_the_end
 
 import agmm
+from agmm.integrations import async_tp
+from agmm.nn import ColumnParallelLinear, RowParallelLinear
 from agmm.runtime import cuda_hosts, groups
 
 PORTABLE = portable_gpu_work.PORTABLE
@@ -68,6 +71,71 @@ def fp8(hosts: str) -> list[str]:
         )
         if not out.isfinite().all():
             faults.append("scatter")
+        A = torch.randn(64 * size - 1, 256, device=device()).to(e4m3)  # which ranks cannot share
+        scale_a = torch.rand(64 * size - 1, 1, device=device()) + 0.5
+        for out_dtype in (torch.bfloat16, e4m3):
+            found, wanted = (
+                agmm.scaled_matmul_all_reduce(
+                    A, B, scale_a, scale_b, group, out_dtype=out_dtype, config=config
+                )
+                for config in ("portable", "unfused")
+            )
+            limit = 0.02 if out_dtype == torch.bfloat16 else 0.1
+            if (found.float() - wanted.float()).norm() > limit * wanted.float().norm():
+                faults.append(f"all-reduce to {out_dtype}")
+    return faults
+
+
+def async_tp_and_layers(hosts: str, messages: str) -> list[str]:
+    """Faults of torch's async-TP ops and of layers with their backward, against a group whose ranks
+    share memory; what serves them is agmm, by messages where AGMM_MESSAGES is on."""
+    rows, faults = 2048, []
+    near = dist.new_group(list(range(dist.get_world_size())))
+    assert near is not None
+    served: list[str] = []
+    of = cuda_hosts.of
+
+    def noted(group: dist.ProcessGroup, where: torch.device) -> Any:
+        served.append("messages")
+        return of(group, where)
+
+    def trained(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        size = dist.get_world_size(group)
+        torch.manual_seed(1)
+        made: dict[str, Any] = {"group": group, "device": device(), "dtype": torch.bfloat16}
+        up, down = ColumnParallelLinear(256, 512, **made), RowParallelLinear(512, 256, **made)
+        x = torch.randn(rows // size, 256, device=device(), dtype=torch.bfloat16).requires_grad_()
+        out = down(up(x))
+        out.float().square().sum().backward()
+        gradients: list[Any] = [parameter.grad for parameter in (*up.parameters(),)]
+        return [out.detach(), x.grad, *(gradient.to_local() for gradient in gradients)]
+
+    def by_torchs_ops(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        size, name = dist.get_world_size(group), group.group_name
+        torch.manual_seed(2)
+        A = torch.randn(rows // size, 256, device=device(), dtype=torch.bfloat16)
+        B = torch.randn(256, 128, device=device(), dtype=torch.bfloat16)
+        whole = torch.randn(rows, 256, device=device(), dtype=torch.bfloat16)
+        with torch.no_grad(), async_tp.enable():
+            _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name)
+            part = torch.ops.symm_mem.fused_matmul_reduce_scatter(whole, B, "sum", 0, name)
+        return [out, part]
+
+    for call in (trained, by_torchs_ops):
+        wanted = call(near)
+        with (
+            _apart(hosts) as group,
+            mock.patch.dict(os.environ, AGMM_MESSAGES=messages),
+            mock.patch.object(cuda_hosts, "of", noted),
+        ):
+            for _ in range(2):  # the second one by calls that are kept
+                found = call(group)
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            if (one.float() - other.float()).norm() > 0.02 * other.float().norm():
+                faults.append(f"{call.__name__}: result {i} differs")
+        if bool(served) != (messages == "on"):
+            faults.append(f"{call.__name__}: served by messages: {served}")
+        served.clear()
     return faults
 
 

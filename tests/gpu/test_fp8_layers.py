@@ -23,7 +23,14 @@ def layer_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [16, 33, 512])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "block"])
 def test_layers(layer_pool: RankPool, recipe: str, rows: int, bias: bool) -> None:
     results = layer_pool.run(fp8_layers_work.layers, recipe, rows, bias)
+    assert results == [[]] * layer_pool.world_size
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(33, 256), (512, 144)])
+@pytest.mark.parametrize("recipe", [*RECIPES, "block"])
+def test_gated_mlp(layer_pool: RankPool, recipe: str, rows: int, hidden: int) -> None:
+    results = layer_pool.run(fp8_layers_work.gated, recipe, rows, hidden)
     assert results == [[]] * layer_pool.world_size

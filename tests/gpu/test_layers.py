@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import layers_work
+import plan_work
 import pytest
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
@@ -68,6 +69,13 @@ def test_layers(layer_pool: RankPool, how: str, by_kernel: bool) -> None:
     if layer_pool.world_size == 3:
         pytest.skip("1024 features are no multiple of 3 ranks")
     assert layer_pool.run(layers_work.layers, how, by_kernel) == [[]] * layer_pool.world_size
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("length", [1, 768, 1001])
+def test_converted_plans(layer_pool: RankPool, length: int, sequence: bool) -> None:
+    """Lengths that the ranks cannot share evenly are among these."""
+    assert layer_pool.run(plan_work.training, length, sequence) == [[]] * layer_pool.world_size
 
 
 @needs_two

@@ -20,6 +20,7 @@ TILES: dict[str, Tile] = {
     "block": (1, BLOCK),
     "tensorwise": (ALL, ALL),
     "columns": (ALL, 1),
+    "squares": (BLOCK, BLOCK),
 }
 SHAPES = [
     # a warp for a row; few and many registers; rows longer than what the registers hold
@@ -73,7 +74,9 @@ def test_as_torch(tile: Tile, dtype: torch.dtype, to: torch.dtype, power_of_2: b
         assert_same(matrix(*shape, dtype, seed), tile, to, power_of_2=power_of_2)
 
 
-@pytest.mark.parametrize("tile", [(ALL, 1), (BLOCK, 1), (ALL, ALL), (1, ALL)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [(ALL, 1), (BLOCK, 1), (ALL, ALL), (1, ALL), (BLOCK, BLOCK)], ids=str
+)
 def test_a_column_major_matrix(tile: Tile) -> None:
     assert_same(matrix(272, 528, torch.bfloat16, 1).t(), tile)
 
@@ -164,7 +167,7 @@ def test_what_has_no_kernel() -> None:
     x = matrix(16, 256, torch.bfloat16, 1)
     for given in (x[:, :8].contiguous(), x[:, 16:], x.flatten()[1 : 1 + 16 * 16].view(16, 16)):
         assert cuda_quantize.quantised(given, (1, ALL), FP8[0], power_of_2=False) is None
-    assert cuda_quantize.quantised(x, (BLOCK, BLOCK), FP8[0], power_of_2=False) is None
+    assert cuda_quantize.quantised(x, (BLOCK, 1), FP8[0], power_of_2=False) is None
     assert cuda_quantize.quantised(x.double(), (1, ALL), FP8[0], power_of_2=False) is None
     assert cuda_quantize.amax_of(x.double()) is None
     of_rows = quantize.amax_of(x, (1, ALL))
@@ -225,10 +228,10 @@ LOADED_BEFORE = """
 import time
 import torch
 from agmm import _core
-from agmm.runtime import cuda_quantize
+from agmm.runtime import cuda_activations, cuda_quantize
 from agmm.runtime.scaling import ALL, BLOCK
 
-TILES = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1))
+TILES = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1), (BLOCK, BLOCK))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 torch.cuda._sleep(1)
 found = [torch.ones(64, columns, device="cuda", dtype=dtype)
@@ -247,6 +250,15 @@ with torch.cuda.stream(torch.cuda.Stream()):
                 assert cuda_quantize.quantised(x, tile, to, power_of_2=False) is not None
             made = cuda_quantize.quantised_columns(x, to, power_of_2=False)
             assert made is not None and cuda_quantize.transposed(made[0]) is not None
+    for x in found:
+        if x.dtype != torch.float32:
+            for activation, products in (("silu", [x]), ("gelu_mul", [x, x])):
+                assert cuda_activations.gradients(activation, x, products) is not None
+            if x.shape[1] == 2048:
+                for tile in TILES[:2]:
+                    cast = cuda_activations.Cast(tile, torch.float8_e4m3fn, True)
+                    made = cuda_activations.joint_gradients("silu_mul", x, [x, x], cast)
+                    assert made is not None and made[1] is not None
 print("waited" if end.query() else "went on")
 torch.cuda.synchronize()
 """

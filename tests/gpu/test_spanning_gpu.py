@@ -36,9 +36,19 @@ def test_results(
     check(rank_pools(len(hosts) or 2, "cuda").run(work.results, hosts, case))
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("hosts", [*HOSTS, "aa"])
 def test_fp8(rank_pools: Callable[..., RankPool], hosts: str) -> None:
+    """The path by copies inside one host, too."""
     check(rank_pools(len(hosts), "cuda").run(work.fp8, hosts))
+
+
+@pytest.mark.parametrize("messages", ["off", "on"])
+@pytest.mark.parametrize("hosts", [*HOSTS, ""])
+def test_async_tp_and_layers(
+    rank_pools: Callable[..., RankPool], hosts: str, messages: str
+) -> None:
+    pool = rank_pools(len(hosts) or 2, "cuda")
+    check(pool.run(work.async_tp_and_layers, hosts, messages))
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -175,41 +175,54 @@ def with_fsdp() -> Faults:
     return faults
 
 
-def fp8(world_size: int, recipe: str, compiled: bool) -> Faults:
-    """Faults against the separate layers of the same recipe."""
+def fp8(world_size: int, recipe: str, compiled: bool, width: int = 64, hidden: int = 32) -> Faults:
+    """Faults against the separate layers of the same recipe.
+
+    Args:
+        width: of rows.
+        hidden: features of a rank.
+    """
     group = group_of(world_size)
     if group is None:
         return None
     torch.manual_seed(3)
-    mlp = GatedMLP(64, 32 * world_size, True, group=group, fp8=recipe)
-    layers = [ColumnParallelLinear(64, 32 * world_size, group=group, fp8=recipe) for _ in range(2)]
+    sizes = width, hidden * world_size
+    mlp = GatedMLP(*sizes, True, group=group, fp8=recipe)
+    layers = [ColumnParallelLinear(*sizes, group=group, fp8=recipe) for _ in range(2)]
     for layer, own in zip(layers, (mlp.gate_proj, mlp.up_proj), strict=True):
         layer.load_state_dict(own.state_dict())
     torch.compiler.reset()
     call = torch.compile(mlp, backend="aot_eager") if compiled else mlp
     generator = torch.Generator().manual_seed(dist.get_rank(group))
-    x = torch.randn(16, 64, generator=generator)
+    x = torch.randn(16, width, generator=generator)
 
     def separate(x: torch.Tensor) -> torch.Tensor:
         gate, up = (layer(x) for layer in layers)
         out: torch.Tensor = mlp.down_proj(functional.silu(gate) * up)
         return out
 
+    plain = GatedMLP(*sizes, True, group=group)
+    plain.load_state_dict(mlp.state_dict())
     results = []
-    for function in (call, separate):
+    for function in (call, separate, plain):
         given = x.clone().requires_grad_()
         out = function(given)
         out.square().sum().backward()
         results.append((out.detach(), given.grad))
     up, other = mlp.up_proj.weight.grad, layers[1].weight.grad
     assert isinstance(up, DTensor) and isinstance(other, DTensor)
-    (out, dx), (wanted, wanted_dx) = results
-    assert dx is not None and wanted_dx is not None
+    (out, dx), (wanted, wanted_dx), (exact, exact_dx) = results
+    assert dx is not None and wanted_dx is not None and exact_dx is not None
+    of_plain = plain.up_proj.weight.grad
+    assert isinstance(of_plain, DTensor)
     errors = {
         "out": relative_error(out, wanted),
         # The gradients of both weights are quantised as one to the backward of the module.
         "dx": relative_error(dx, wanted_dx) - 0.1,
         "gradient of up": relative_error(up.to_local(), other.to_local()) - 0.1,
+        "out in fp8": relative_error(out, exact) - 0.1,
+        "dx in fp8": relative_error(dx, exact_dx) - 0.2,
+        "gradient of up in fp8": relative_error(up.to_local(), of_plain.to_local()) - 0.2,
     }
     faults = [f"{name}: error {error}" for name, error in errors.items() if error > 1e-5]
     with torch.no_grad():

@@ -277,9 +277,9 @@ def bad_layer(kind: str) -> str:
         "style features": lambda: parallelize_module(
             torch.nn.Linear(8, 8), mesh, GatherColwiseParallel(sequence_dim=0)
         )(torch.ones(4, 7)),
-        "row style rows": lambda: parallelize_module(
-            torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel(sequence_dim=0)
-        )(torch.ones(6, 2)),
+        "dimension of features": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel(sequence_dim=-1)
+        )(torch.ones(4, 2)),
         "style": lambda: parallelize_module(torch.nn.ReLU(), mesh, GatherColwiseParallel()),
         "style size": lambda: parallelize_module(
             torch.nn.Linear(8, 10), mesh, GatherColwiseParallel()

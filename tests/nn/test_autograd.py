@@ -84,7 +84,9 @@ def test_gradcheck_of_activations(pool: RankPool, world_size: int, case: dict[st
 
 
 @pytest.mark.parametrize("case", SCATTER_CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))]
+)
 def test_gradcheck_of_matmul_reduce_scatter(
     pool: RankPool, world_size: int, case: dict[str, Any]
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import fp8_work as work
 import pytest
 import torch
 
-from agmm.nn.fp8_recipe import RECIPES
+from agmm.errors import InvalidArgument
+from agmm.nn import Fp8Cast
+from agmm.nn.fp8_recipe import RECIPES, resolved
 from agmm.testing.ranks import RankPool
 
 needs_torchao = pytest.mark.skipif(
@@ -82,7 +85,10 @@ def test_no_rows_and_frozen_layers(pool: RankPool, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("name", "fp8: found 'row', wanted 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', an"),
+        (
+            "name",
+            "fp8: found 'row', wanted 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'block', an",
+        ),
         ("in", "ColumnParallelLinear: in_features: found 24 with fp8, wanted a multiple of 16"),
         (
             "out",
@@ -112,6 +118,23 @@ def test_no_rows_and_frozen_layers(pool: RankPool, world_size: int) -> None:
 def test_what_is_refused(pool: RankPool, kind: str, message: str) -> None:
     for found in pool.run(work.bad, kind)[3:]:
         assert message in found
+
+
+def test_blocks_are_for_both_operands_of_a_product() -> None:
+    recipe = resolved("block")
+    assert recipe is not None and (recipe.name, resolved(recipe)) == ("block", recipe)
+    of_rows = Fp8Cast(torch.float8_e4m3fn, True)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"weight": of_rows}, "one of input and weight, wanted them for both or none"),
+        ({"grad_output": of_rows}, "one of grad_output and weight_for_grad_input, wanted them for"),
+        (
+            {"input_for_grad_weight": recipe.input},
+            "input_for_grad_weight with scales of blocks, wanted others or None",
+        ),
+    ]
+    for changed, message in bad:
+        with pytest.raises(InvalidArgument, match=f"^fp8: found .*{message}"):
+            resolved(recipe._replace(**changed))
 
 
 @needs_torchao

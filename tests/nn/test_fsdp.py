@@ -48,6 +48,7 @@ def test_trains_as_torch_does(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_trains_through_slots(
     rank_pools: Pools, mesh: tuple[int, int], case: dict[str, Any]
 ) -> None:

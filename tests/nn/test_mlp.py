@@ -20,7 +20,7 @@ def check(results: list[Any], world_size: int) -> None:
     assert results == [None] * (5 - world_size) + [[]] * world_size
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bias", "activation", "options"),
     [
@@ -67,6 +67,15 @@ def test_fsdp_shards_its_parameters(rank_pools: Callable[..., RankPool]) -> None
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_fp8_is_that_of_the_separate_layers(pool: RankPool, recipe: str, compiled: bool) -> None:
     check(pool.run(mlp_work.fp8, 2, recipe, compiled), 2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hidden", [256, 144])
+def test_scales_of_blocks_are_those_of_the_separate_layers(
+    pool: RankPool, hidden: int, compiled: bool
+) -> None:
+    """Blocks that end with a weight, and such as would cross from gate to up."""
+    check(pool.run(mlp_work.fp8, 2, "block", compiled, 192, hidden), 2)
 
 
 @pytest.mark.usefixtures("group")

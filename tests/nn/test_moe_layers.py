@@ -29,7 +29,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=range(len(KINDS)))
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_has_the_losses_of_the_unsharded_model(
     rank_pools: Pools, world_size: int, kind: Kind
 ) -> None:

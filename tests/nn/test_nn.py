@@ -140,10 +140,10 @@ def test_bad_state_dict_is_named_and_nothing_is_copied(
             ),
         ),
         (
-            "row style rows",
+            "dimension of features",
             (
                 "RowwiseScatterParallel on Linear(in_features=8, out_features=8, bias=True): "
-                "x: found 6 in dimension 0, wanted a multiple of 4 ranks"
+                "sequence_dim: found -1, the input's features, wanted another one"
             ),
         ),
         (

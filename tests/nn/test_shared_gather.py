@@ -45,11 +45,11 @@ def test_inference_tensors(pool: RankPool, way: str) -> None:
     ("way", "kind"),
     [
         ("in turn", "leaf"),
-        ("in turn", "no grad"),
-        ("x in place", "no grad"),
-        ("x in place by a view", "no grad"),
+        pytest.param("in turn", "no grad", marks=pytest.mark.slow),
+        pytest.param("x in place", "no grad", marks=pytest.mark.slow),
+        pytest.param("x in place by a view", "no grad", marks=pytest.mark.slow),
         ("weight in place", "no grad"),
-        ("no grad, then grad", "leaf"),
+        pytest.param("no grad, then grad", "leaf", marks=pytest.mark.slow),
     ],
 )
 def test_compiled(pool: RankPool, way: str, kind: str) -> None:
@@ -57,6 +57,7 @@ def test_compiled(pool: RankPool, way: str, kind: str) -> None:
     assert [faults for faults, _ in results] == [[], []]
 
 
+@pytest.mark.slow
 def test_compiled_in_parts(pool: RankPool) -> None:
     assert pool.run(shared_work.across_a_graph_break)[3:] == [True, True]
 

@@ -32,11 +32,11 @@ def test_modes(pool: RankPool, mode: str) -> None:
 @pytest.mark.parametrize(
     ("way", "mode"),
     [
-        ("shape", "compiled"),
         ("shape", "dynamic"),
-        ("joined rows", "compiled"),
-        ("same view", "compiled"),
-        ("residual", "compiled"),
+        *(
+            pytest.param(way, "compiled", marks=pytest.mark.slow)
+            for way in ("shape", "joined rows", "same view", "residual")
+        ),
     ],
 )
 def test_compiled(pool: RankPool, way: str, mode: str) -> None:

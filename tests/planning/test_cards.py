@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +22,14 @@ A100 = CARDS["nvidia-a100-sxm4-80gb"]
 PROBLEM = Problem(8192, 8192, 8192, world_size=8, op=ALL_GATHER_MATMUL, gpu=A100.name)
 FACTS = {
     "nvidia-a100-sxm4-80gb": DriverFacts("A100", (8, 0), 108, 1410, 1593, 5120, nvlinks=12),
+    "nvidia-a100-pcie-40gb": DriverFacts("A100", (8, 0), 108, 1410, 1215, 5120, pcie_gb_per_s=31.5),
     "nvidia-l40s": DriverFacts("L40S", (8, 9), 142, 2520, 9001, 384, pcie_gb_per_s=31.5),
     "nvidia-b200": DriverFacts("B200", (10, 0), 148, 1850, 3996, 8192, nvlinks=18),
     "nvidia-rtx-pro-6000-blackwell-server-edition": DriverFacts(
         "RTX PRO 6000", (12, 0), 188, 2617, 12481, 512, pcie_gb_per_s=63.0
+    ),
+    "nvidia-rtx-pro-6000-blackwell-workstation-edition": DriverFacts(
+        "RTX PRO 6000", (12, 0), 188, 2617, 14001, 512, pcie_gb_per_s=63.0
     ),
 }
 """What drivers say of cards whose data sheets are known: clocks and widths of the cards."""
@@ -58,6 +63,22 @@ def test_a_slow_network_decides_between_hosts() -> None:
     for rate in (12.5, 50.0):
         unfused = cards.unfused_between_hosts_us(A100, problem, 2, rate)
         assert cards.between_hosts_us(A100, problem, 2, rate) < unfused
+
+
+def test_the_page_on_several_hosts_has_the_predictions() -> None:
+    repository = Path(__file__).resolve().parents[2]
+    rows = list(runpy.run_path(str(repository / "benchmarks/predict_hosts.py"))["rows"]())
+    page = (repository / "docs/howto/several-hosts.md").read_text()
+    assert len(rows) > 10 and [row for row in rows if row not in page] == []
+
+
+@pytest.mark.parametrize("op", [ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE])
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (3, 3), (8, 2), (16, 2), (12, 3)])
+def test_messages_hide_no_more_than_there_is(op: str, ranks: int, hosts: int) -> None:
+    problem = replace(PROBLEM, m=16384 * ranks, op=op, world_size=ranks)
+    alone = A100.matmul_us(problem.m, problem.n, problem.k)
+    found = cards.between_hosts_us(A100, problem, hosts, 50.0)
+    assert alone < found < 1.1 * cards.unfused_between_hosts_us(A100, problem, hosts, 50.0)
 
 
 def test_measured_rates_take_the_place_of_peaks(

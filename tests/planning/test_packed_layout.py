@@ -47,9 +47,7 @@ def test_what_is_refused(
         cuda_packed.pack(weight, scales, group_size)
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "group_size"), [(64, 128, 128), (72, 256, 32), (136, 320, 64), (8, 200, 200)]
-)
+@pytest.mark.parametrize(("n", "k", "group_size"), [(64, 128, 128), (72, 256, 32), (8, 200, 200)])
 def test_atoms(n: int, k: int, group_size: int) -> None:
     generator = torch.Generator().manual_seed(n)
     values = torch.randint(-8, 8, (n, k), generator=generator)

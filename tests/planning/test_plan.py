@@ -275,6 +275,7 @@ def test_configs_and_problems_are_values() -> None:
         KERNELS[0].tile_m = 64  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_usual_plans_are_legal() -> None:
     draw = random.Random(7)
     heads = 0

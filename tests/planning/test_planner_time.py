@@ -49,7 +49,8 @@ def random_problems(count: int, seed: int) -> Iterator[Problem]:
         )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
     """The planner leaves kernels out that cannot be the fastest; `alternatives` computes all."""
     kernels = random.Random(seed).sample(KERNELS, len(KERNELS) - 2 * seed)
@@ -64,6 +65,7 @@ def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
         assert planner.plan(problem) == planner.choose(problem).plan
 
 
+@pytest.mark.slow
 def test_least_times_are_below_all_predictions() -> None:
     for problem in random_problems(150, 11):
         at = At(problem)

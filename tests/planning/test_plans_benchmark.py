@@ -41,6 +41,7 @@ def test_figures_are_those_of_plans_beside_the_best() -> None:
     assert figures([]) is None
 
 
+@pytest.mark.slow
 def test_a_run_keeps_each_shape_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,7 @@ def test_a_scatter_takes_the_tables_plan(plan: Plan | None, strict: bool, native
         assert pool.run(tune_work.scatter_with_table, 16, 8, 24, strict) == 2 * [(True, native, [])]
 
 
+@pytest.mark.slow
 def test_a_layer_is_tuned_forward_and_backward_and_goes_on_after_ctrl_c(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

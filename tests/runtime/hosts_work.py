@@ -92,6 +92,15 @@ def _products(
         )
         A_of_all = torch.cat([one * by for one, by in zip(scaled, scales, strict=True)])
         compare("fp8 gather", out.to(dtype), A_of_all.double() @ weight.double(), torch.bfloat16)
+        ones, scale = torch.ones(size * rows - 1, 16).to(FP8), torch.tensor(rank + 1.0)
+        summed = agmm.scaled_matmul_all_reduce(
+            *(ones, weight.to(FP8).t().contiguous().t(), scale, torch.tensor(1.0), group),
+            bias=torch.ones(16),
+            config="portable",
+            strict=True,
+        )
+        of_ones = weight.double().sum(0).mul(sum(range(size + 1))).add(1)
+        compare("fp8 all-reduce", summed, of_ones.expand_as(summed), torch.bfloat16)
         some = own[: size * rows - 1]  # which the ranks cannot share equally
         summed = agmm.matmul_all_reduce(some, B, group, config="portable", strict=True)
         compare("all-reduce", summed, total[: size * rows - 1])

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from agmm import _core
 from agmm.runtime import capabilities, cuda_quantize, symmetric
-from agmm.runtime.capabilities import COLLECTIVES, FEATURES, MATMULS, QUANTISERS, Feature
+from agmm.runtime.capabilities import COLLECTIVES, FEATURES, GRADIENTS, MATMULS, QUANTISERS, Feature
 from agmm.runtime.scaling import ALL
 
 GPU = torch.device("cuda", 0)
@@ -37,12 +37,12 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     ("version", "served"),
     [
         ((7, 5), ()),
-        ((8, 0), (COLLECTIVES, QUANTISERS)),
-        ((8, 6), (COLLECTIVES, QUANTISERS)),
-        ((8, 9), (COLLECTIVES, QUANTISERS)),
-        ((9, 0), (MATMULS, COLLECTIVES, QUANTISERS)),
-        ((10, 0), (COLLECTIVES, QUANTISERS)),
-        ((12, 0), (COLLECTIVES, QUANTISERS)),
+        ((8, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((8, 6), (COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((8, 9), (COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((9, 0), (MATMULS, COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((10, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((12, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
     ],
     ids=str,
 )
@@ -60,6 +60,7 @@ def test_each_feature_asks_for_what_it_needs(
         (MATMULS, "wanted 9.0 for agmm's matmuls"),
         (COLLECTIVES, "wanted at least 8.0 for agmm's collectives"),
         (QUANTISERS, "wanted at least 8.0 for agmm's quantisers"),
+        (GRADIENTS, "wanted at least 8.0 for agmm's gradients of activations"),
     ],
 )
 def test_a_refusal_names_feature_found_and_wanted(

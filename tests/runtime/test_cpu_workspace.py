@@ -57,7 +57,9 @@ def test_gathered_a_weights_and_bias(
     assert faults_of(results, world_size) == []
 
 
-@pytest.mark.parametrize(("world_size", "chunks_per_shard"), [(5, 1), (4, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "chunks_per_shard"), [(5, 1), pytest.param(4, 3, marks=pytest.mark.slow), (2, 1)]
+)
 def test_many_calls_with_each_rank_late_in_turn(
     pool: RankPool, world_size: int, chunks_per_shard: int
 ) -> None:

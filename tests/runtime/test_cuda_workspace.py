@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import cuda, groups, links, rendezvous, symmetric
+from agmm.runtime import cuda, groups, links, rendezvous, sharing, symmetric
 from agmm.runtime.group_gpus import GroupFacts
 
 MIB = 1 << 20
@@ -131,6 +131,28 @@ def test_same_gpu_is_found_by_its_uuid(make: Any, monkeypatch: pytest.MonkeyPatc
     workspace, _ = make(lambda topic, value: value)
     with pytest.raises(Unsupported, match=r"found ranks \[0, 1\] on GPUs that they share"):
         workspace.ensure(MIB)
+
+
+@pytest.mark.parametrize("name", ["CUDA drivers", "versions of torch"])
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_ranks_of_several_versions_share_no_memory(
+    make: Any, monkeypatch: pytest.MonkeyPatch, name: str, hosts: tuple[str, str]
+) -> None:
+    """Ranks of several hosts share none anyway, whatever their versions are."""
+    own = {"CUDA drivers": "13.0", "versions of torch": "2.11"}
+    monkeypatch.setattr(sharing, "versions", lambda: own)
+
+    def answer(topic: str, value: Any) -> Any:
+        found = same(topic, value)
+        return [*found[:5], own | {name: "2.7"}] if topic == "the size of a workspace" else found
+
+    workspace, _ = make(answer, hosts=hosts)
+    words = "found ranks on 2 hosts"
+    if hosts == ("a", "a"):
+        words = f"group: found {name} {own[name]} on rank 0, 2.7 on rank 1, wanted one: "
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=words):
+            workspace.ensure(MIB)
 
 
 def test_two_hosts_of_one_name_are_told_apart(make: Any) -> None:

@@ -50,7 +50,12 @@ KINDS = list(step_work.OPS)
 
 
 @pytest.mark.parametrize(
-    "kinds", list(zip(KINDS, KINDS[1:] + KINDS[:1], strict=True)), ids=" ".join
+    "kinds",
+    [
+        pytest.param(kinds, marks=pytest.mark.slow if i % 3 else ())
+        for i, kinds in enumerate(zip(KINDS, KINDS[1:] + KINDS[:1], strict=True))
+    ],
+    ids=" ".join,
 )
 def test_a_difference_names_the_op_that_each_rank_called(kinds: tuple[str, str]) -> None:
     own, theirs = (step_work.OPS[kind][0] for kind in kinds)
@@ -150,6 +155,7 @@ def test_destroyed_group_is_refused(pool: RankPool) -> None:
         assert all(error.startswith("group: found ") for error in errors)
 
 
+@pytest.mark.slow
 def test_words_of_an_earlier_group_are_not_read(pool: RankPool) -> None:
     tokens = pool.run(step_work.same_name_again, 4)
     assert all(of_rank == tokens[0] for of_rank in tokens)

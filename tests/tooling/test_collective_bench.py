@@ -49,7 +49,10 @@ def _measured(*given: Any) -> dict[str, Any]:
     return measure.measure_watched(*given)
 
 
-@pytest.mark.parametrize("op", COLLECTIVES)
+@pytest.mark.parametrize(
+    "op",
+    [COLLECTIVES[0], *(pytest.param(op, marks=pytest.mark.slow) for op in COLLECTIVES[1:])],
+)
 def test_right_ways_are_timed_and_wrong_ones_found(
     monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:

@@ -62,7 +62,7 @@ def import_in_order(*modules: str, path: Path | None = None) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("first", ["agmm", "torch"])
+@pytest.mark.parametrize("first", ["agmm", pytest.param("torch", marks=pytest.mark.slow)])
 def test_import_order_is_free(first: str) -> None:
     done = import_in_order(first)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -61,6 +61,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         ("ops/checks.py", "from agmm.ops import pipeline", "no package goes in circles"),
     ],
 )
+@pytest.mark.slow
 def test_each_contract_can_fail(tmp_path: Path, path: str, text: str, contract: str) -> None:
     copied = tmp_path / "agmm"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -25,10 +25,12 @@ HOPPERS = {
 OTHERS = {
     "nvidia-a100-sxm4-40gb": (8, 0),
     "nvidia-a100-sxm4-80gb": (8, 0),
+    "nvidia-a100-pcie-40gb": (8, 0),
     "nvidia-a100-80gb-pcie": (8, 0),
     "nvidia-l40s": (8, 9),
     "nvidia-b200": (10, 0),
     "nvidia-rtx-pro-6000-blackwell-server-edition": (12, 0),
+    "nvidia-rtx-pro-6000-blackwell-workstation-edition": (12, 0),
 }
 """The names of GPUs of other architectures, as NVIDIA's drivers and datasheets give them, with
 their compute capabilities."""
@@ -39,6 +41,7 @@ _SPOKEN = {
     "h200-sxm": "nvidia-h200",
     "gh200": "nvidia-gh200-480gb",
     "a100": "nvidia-a100-sxm4-80gb",
+    "rtx-pro-6000": "nvidia-rtx-pro-6000-blackwell-server-edition",
 }
 _BRAND = "nvidia-"
 _NAME_BYTES = 256

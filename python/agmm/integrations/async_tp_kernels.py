@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
+from agmm.ops import portable
 from agmm.ops.checks import check_no_backward, check_scatterable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.kept import kind_of
@@ -34,6 +35,21 @@ _Route = Callable[..., Any]
 """Computes calls of one kind."""
 
 
+class _Ways(NamedTuple):
+    """How calls of one kind can be served."""
+
+    why_torch: Callable[[], str | None]
+    """Says why torch has to serve them, or None."""
+    why_unfused: Callable[[], str | None]
+    """Says why agmm has no kernel for them, or None."""
+    route: Callable[[bool], _Route]
+    """Makes agmm's route; with False one that may take the unfused path."""
+
+    def serve_apart(self, group: dist.ProcessGroup, device: torch.device) -> _Route | None:
+        """The route of ranks that share no memory, which torch's ops want; None for others."""
+        return self.route(False) if portable.shares_no_memory(group, device) else None
+
+
 # --- which calls are served ---
 
 # The routes by the op and the kind of call; None: torch serves it. They end with their group.
@@ -53,13 +69,14 @@ def _warn(op: str, reason: str) -> None:
 def _served(
     op: str,
     group: dist.ProcessGroup,
+    device: torch.device,
     kind: tuple[Any, ...],
-    why_torch: Callable[[], str | None],
-    new_route: Callable[[], _Route],
+    ways: _Ways,
     call: Callable[[_Route], Any],
 ) -> Any:
     """What the route of such calls returns, which is decided once; None where torch serves them, of
-    which it warns once for each reason."""
+    which it warns once for each reason. Where the ranks share no memory agmm serves what it has no
+    kernel for, too: torch's ops exchange through symmetric memory."""
     routes = _routes.get(group)
     if routes is None:
         routes = _routes[group] = {}
@@ -67,21 +84,27 @@ def _served(
     if key not in routes:
         if len(routes) >= MAX_ROUTES:
             routes.clear()
-        reason = why_torch()
+        routes[key] = None
+        reason = ways.why_torch()
         if reason is None:
-            routes[key] = new_route()
-        else:
-            _warn(op, reason)
-            routes[key] = None
+            reason = ways.why_unfused()
+            routes[key] = ways.serve_apart(group, device) if reason else ways.route(True)
+        if routes[key] is None:
+            _warn(op, str(reason))
     route = routes[key]
     if route is None:
         return None
     try:
         return call(route)
-    except (Unsupported, InvalidArgument) as error:
-        _warn(op, str(error))
-        routes[key] = None
-        return None
+    except InvalidArgument as error:
+        reason, route = str(error), None
+    except Unsupported as error:
+        reason, route = str(error), ways.serve_apart(group, device)
+    routes[key] = route
+    if route is not None:
+        return call(route)
+    _warn(op, reason)
+    return None
 
 
 def _check_no_backward(**operands: Any) -> None:
@@ -114,17 +137,23 @@ def _why_group(group: dist.ProcessGroup) -> str | None:
 
 
 def _plain_call(
-    A_shard: torch.Tensor, Bs: list[torch.Tensor], group: dist.ProcessGroup, return_A: bool
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group: dist.ProcessGroup,
+    return_A: bool = False,
 ) -> PlainGather:
+    """The call of agmm's, of a shard as the kernel will make it: the gathered dimension first."""
+    shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)
     settings = GatherSettings(return_A=return_A)
-    return PlainGather(A_shard, Bs, [None] * len(Bs), group, settings)
+    return PlainGather(shard, Bs, [None] * len(Bs), group, settings)
 
 
 def _why_torch(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group: dist.ProcessGroup
 ) -> str | None:
     """The reason why torch has to serve such calls, or None. The same on all ranks, as long as they
-    call with the same shapes and dtypes, and with weights of the same layout."""
+    call with the same shapes and dtypes."""
     reason = _why_group(group)
     if reason is not None:
         return reason
@@ -133,28 +162,19 @@ def _why_torch(
             f"gather_dim: {gather_dim} with {A_shard.dim()} dimensions, "
             "agmm gathers along any but the last"
         )
-    shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)  # as the kernel will make it
-    call = _plain_call(shard, Bs, group, False)
     try:
-        call.check()
+        _plain_call(A_shard, Bs, gather_dim, group).check()
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    return call.why_not_fused()
+    return None
 
 
-def _new_route(
-    A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    gather_dim: int,
-    group: dist.ProcessGroup,
-    return_A: bool,
-) -> _Route:
-    shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)
-    call = _plain_call(shard, Bs, group, return_A)
+def _new_route(call: PlainGather, fused: bool) -> _Route:
     call.learns = False  # it is asked for a route, and not made
     # What agmm's kernel turns out not to serve is torch's; what is planned unfused is agmm's.
-    strict = not call.is_empty() and (call.device.type == "cpu" or call.route().by == KERNEL)
-    settings = GatherSettings(return_A=return_A, strict=strict)
+    strict = fused and not call.is_empty()
+    strict = strict and (call.device.type == "cpu" or call.route().by == KERNEL)
+    settings = GatherSettings(return_A=call.settings.return_A, strict=strict)
     return lambda shard, Bs, group: gather(shard, Bs, (None,) * len(Bs), group, settings)
 
 
@@ -184,12 +204,19 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
                     outs = [strided(out, 0, gather_dim) for out in outs]
                 return A, outs
 
+            def own() -> PlainGather:
+                return _plain_call(A_shard, Bs, gather_dim, group, return_A)
+
             found = _served(
                 "fused_all_gather_matmul",
                 group,
+                A_shard.device,
                 (gather_dim, return_A, *map(kind_of, (A_shard, *Bs))),
-                lambda: _why_torch(A_shard, Bs, gather_dim, group),
-                lambda: _new_route(A_shard, Bs, gather_dim, group, return_A),
+                _Ways(
+                    lambda: _why_torch(A_shard, Bs, gather_dim, group),
+                    lambda: own().why_not_fused(),
+                    lambda fused: _new_route(own(), fused),
+                ),
                 call,
             )
         if found is None:
@@ -220,22 +247,25 @@ def _why_torch_scatters(
         check_scatterable([A], [B], None, group.size(), scatter_dim, reduce_op)
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    settings = ScatterSettings(scatter_dim, reduce_op)
-    call = PlainScatter([A], [B], None, group, settings)
+    return None
+
+
+def _why_unfused_scatter(call: PlainScatter) -> str | None:
     reason = call.why_not_fused()
-    if A.device.type == "cpu":
+    if call.device.type == "cpu":
         return reason
-    if reason is None and group.size() == 1:
+    if reason is None and call.group.size() == 1:
         reason = "group: 1 rank, which has nothing to scatter"
     if reason is not None or call.is_empty():
         return reason
-    if call_plans.planner(group, A.device).plan(call.problem()).kernel is None:
+    if call_plans.planner(call.group, call.device).plan(call.problem()).kernel is None:
         reason = "plan: torch's op is faster"
     return reason
 
 
-def _scatter_route(A: torch.Tensor) -> _Route:
-    strict = A.device.type == "cpu"  # whose backend serves the call whatever is planned
+def _scatter_route(A: torch.Tensor, fused: bool) -> _Route:
+    # The backend of CPU ranks serves the call whatever is planned.
+    strict = fused and A.device.type == "cpu"
     return lambda As, Bs, group, dim, op: scatter(
         As, Bs, None, group, ScatterSettings(dim, op, strict)
     )
@@ -252,12 +282,17 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
             if torch.is_grad_enabled():
                 _check_no_backward(A=A, B=B)
             group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
+            settings = ScatterSettings(scatter_dim, reduce_op)
             found = _served(
                 "fused_matmul_reduce_scatter",
                 group,
+                A.device,
                 (reduce_op, scatter_dim, *map(kind_of, (A, B))),
-                lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
-                lambda: _scatter_route(A),
+                _Ways(
+                    lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
+                    lambda: _why_unfused_scatter(PlainScatter([A], [B], None, group, settings)),
+                    lambda fused: _scatter_route(A, fused),
+                ),
                 lambda route: route([A], [B], group, scatter_dim, reduce_op),
             )
         if found is None:
@@ -285,9 +320,13 @@ def scaled_over(op: str, call_type: type[ServedGather | ServedScatter]) -> Kerne
                 found = _served(
                     op,
                     group,
+                    given.A.device,
                     given.kind(),
-                    lambda: _why_group(group) or given.why_torch(group),
-                    lambda: call_type.run,
+                    _Ways(
+                        lambda: _why_group(group) or given.why_torch(group),
+                        lambda: given.why_unfused(group),
+                        lambda fused: call_type.run if fused else call_type.run_unfused,
+                    ),
                     lambda route: route(given, group),
                 )
             if found is None:

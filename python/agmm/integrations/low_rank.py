@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from agmm.integrations.sequence_rows import with_summed_gradients
 from agmm.nn._column_product import column_product
 from agmm.nn._ranks import Ranks
+from agmm.nn._summed_gradients import with_summed_gradients
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter

@@ -14,6 +14,7 @@ from agmm.errors import InvalidArgument
 from agmm.integrations.low_rank import LowRank
 from agmm.integrations.transformers_styles import served_linear
 from agmm.nn._divided import Divided, divided
+from agmm.nn._filled import filled_shard, filled_up, own_rows_of
 from agmm.nn._targets import local
 
 _STARTS = (True, False, "gaussian")
@@ -122,14 +123,20 @@ class Linear(lora.Linear):  # type: ignore[misc]
         if served is not None:
             return served.low_rank_product(x, adapter)
         dim = division.sequence_dim
+        length = x.shape[dim] if dim is not None else 0
         if not division.by_columns:
             x = local(x, Shard(x.dim() - 1))
             if dim is None:
                 return adapter.summed(x)
-            return adapter.scattered(x.movedim(dim, 0)).movedim(0, dim)
+            added = adapter.scattered(filled_up(x.movedim(dim, 0), division.ranks.size))
+            return own_rows_of(added, length, division.ranks).movedim(0, dim)
         if dim is None:
             return adapter.of_all_rows(local(x, Replicate()))
-        return adapter.gathered(local(x, Shard(dim)).movedim(dim, 0)).movedim(0, dim)
+        rows = local(x, Shard(dim)).movedim(dim, 0)
+        if not isinstance(x, DTensor):
+            return adapter.gathered(rows).movedim(0, dim)
+        rows = filled_shard(rows, length, division.ranks.size)
+        return adapter.gathered(rows)[:length].movedim(0, dim)
 
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """The base layer's output, and what the active adapters add. Collective."""
@@ -149,7 +156,14 @@ class Linear(lora.Linear):  # type: ignore[misc]
             added = self._added(name, x)
             if isinstance(found, DTensor):
                 mesh, placements = found.device_mesh, found.placements
-                added = DTensor.from_local(added, mesh, placements, run_check=False)
+                added = DTensor.from_local(
+                    added,
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=found.shape,
+                    stride=found.stride(),
+                )
             found = found + added * self.scaling[name]
         return found.to(dtype)
 

@@ -74,9 +74,6 @@ class ServedGather(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = fp8_operands.why_unfused(self.A.device, group)
-        if reason is not None:
-            return reason
         if not 0 <= self.gather_dim < self.A.dim() - 1:
             return (
                 f"gather_dim: {self.gather_dim} with {self.A.dim()} dimensions, "
@@ -92,14 +89,18 @@ class ServedGather(NamedTuple):
         for name, found in lists:
             if len(found) != len(self.Bs):
                 return f"{name}: {len(found)} for {len(self.Bs)} weights"
-        call = self._call(group)
         try:
-            call.check()
+            self._call(group).check()
         except InvalidArgument as error:
             return str(error)  # torch refuses it in its own words
-        return call.why_not_fused()
+        return None
 
-    def _call(self, group: dist.ProcessGroup) -> Fp8Gather:
+    def why_unfused(self, group: dist.ProcessGroup) -> str | None:
+        """The reason why agmm has no kernel for such calls, or None; the same on all ranks."""
+        reason = fp8_operands.why_unfused(self.A.device, group)
+        return reason or self._call(group).why_not_fused()
+
+    def _call(self, group: dist.ProcessGroup, *, strict: bool = True) -> Fp8Gather:
         """agmm's call, with the gathered dimension first."""
         dtypes, scale = self._given(group)
         dim = self.gather_dim
@@ -111,15 +112,21 @@ class ServedGather(NamedTuple):
         weights = Fp8Weights(
             *(self.Bs, self.B_scales, self.biases, result_scales, dtypes, self.use_fast_accum)
         )
-        settings = GatherSettings(return_A=True, strict=True)
+        settings = GatherSettings(return_A=True, strict=strict)
         return Fp8Gather(self.A.movedim(dim, 0), scale, weights, group, settings)
 
-    def run(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def run(
+        self, group: dist.ProcessGroup, *, strict: bool = True
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A and the products, with the strides of torch's."""
-        A, _, outs = serve(self._call(group))
+        A, _, outs = serve(self._call(group, strict=strict))
         assert A is not None
         dim = self.gather_dim
         return strided(A, 0, dim), [strided(out, 0, dim) for out in outs]
+
+    def run_unfused(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return what `run` does, by whichever path serves the call."""
+        return self.run(group, strict=False)
 
 
 class ServedScatter(NamedTuple):
@@ -173,9 +180,6 @@ class ServedScatter(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """Why torch serves this call; None where agmm does."""
-        reason = fp8_operands.why_unfused(self.A.device, group)
-        if reason is not None:
-            return reason
         if self.A.shape[-1] == 0:
             return f"A: shape {tuple(self.A.shape)} has no elements to multiply"
         try:
@@ -192,11 +196,19 @@ class ServedScatter(NamedTuple):
             return str(error)  # torch refuses it in its own words
         return None
 
-    def run(self, group: dist.ProcessGroup) -> torch.Tensor:
+    def why_unfused(self, group: dist.ProcessGroup) -> str | None:
+        """The reason why agmm has no kernel for such calls, or None; the same on all ranks."""
+        return fp8_operands.why_unfused(self.A.device, group)
+
+    def run(self, group: dist.ProcessGroup, *, strict: bool = True) -> torch.Tensor:
         """The sum's part. A bias is a part of each rank's product, as in torch."""
-        settings = ScatterSettings(self.orig_scatter_dim, self.reduce_op, strict=True)
+        settings = ScatterSettings(self.orig_scatter_dim, self.reduce_op, strict)
         given = self._products(*self._rows())
         return serve(Fp8Scatter(given, group, settings, is_bias_of_each=True))
+
+    def run_unfused(self, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return what `run` does, by whichever path serves the call."""
+        return self.run(group, strict=False)
 
     def _products(self, A: torch.Tensor, scale: torch.Tensor) -> ScaledProducts:
         """The one product."""

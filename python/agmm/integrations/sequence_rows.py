@@ -8,17 +8,14 @@ by zeros to a multiple of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from agmm.collectives import all_gather, all_reduce
+from agmm.collectives import all_gather
 from agmm.nn._ranks import Ranks
-from agmm.ops.checks import needs_gradient
 
 _Group = dist.ProcessGroup | str
 _TAG = "_agmm_rows"
@@ -43,12 +40,6 @@ def rows_of(x: torch.Tensor) -> Rows | None:
 def mark(x: torch.Tensor, rows: Rows) -> None:
     """Notes on a shard of the rows what it is a shard of."""
     setattr(x, _TAG, rows)
-
-
-def filled_up(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The rows, and zeros up to a multiple of ``ranks``."""
-    missing = -whole.shape[0] % ranks
-    return torch.nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
 
 
 def _shard(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -97,51 +88,3 @@ def all_rows(shard: torch.Tensor, total: int, ranks: Ranks) -> torch.Tensor:
     same on all ranks. Collective."""
     found: torch.Tensor = _AllRows.apply(ranks.for_ops, ranks.rank, ranks.size, total, shard)
     return found
-
-
-class _SummedGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: _Group, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sizes = [grad.numel() for grad in grads]
-        joint = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group)
-        return None, *(
-            shard.view_as(grad) for shard, grad in zip(joint.split(sizes), grads, strict=True)
-        )
-
-
-def with_summed_gradients(
-    parameters: Iterable[torch.Tensor], ranks: Ranks
-) -> tuple[torch.Tensor, ...]:
-    """The parameters for what sees some of the rows: the gradients that it gives to them are summed
-    over the ranks."""
-    given = tuple(parameters)
-    if not needs_gradient(*given):
-        return given
-    found: tuple[torch.Tensor, ...] = _SummedGradients.apply(ranks.for_ops, *given)
-    return found
-
-
-@contextmanager
-def summed_gradients(module: torch.nn.Module, ranks: Ranks) -> Iterator[None]:
-    """What runs inside sees some of the rows: the gradients that it gives to the module's own
-    parameters are summed over the ranks."""
-    given = {
-        name: parameter
-        for name, parameter in module.named_parameters(recurse=False)
-        if needs_gradient(parameter)
-    }
-    if not given:
-        yield
-        return
-    own: dict[str, Any] = module._parameters
-    own.update(zip(given, with_summed_gradients(given.values(), ranks), strict=True))
-    try:
-        yield
-    finally:
-        own.update(given)

@@ -19,16 +19,16 @@ from agmm.integrations.low_rank import LowRank
 from agmm.integrations.sequence_rows import (
     Rows,
     all_rows,
-    filled_up,
     mark,
     own_rows,
     rows_of,
-    summed_gradients,
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._column_product import column_product
+from agmm.nn._filled import filled_up
 from agmm.nn._ranks import Ranks
 from agmm.nn._stand_in import StandIn, stand_in
+from agmm.nn._summed_gradients import summed_gradients
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce

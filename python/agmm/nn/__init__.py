@@ -3,6 +3,7 @@ experts."""
 
 from __future__ import annotations
 
+from agmm.nn.convert import convert_plan
 from agmm.nn.expert_style import ExpertParallel
 from agmm.nn.experts import Experts
 from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
@@ -36,6 +37,7 @@ __all__ = [
     "TopKRouter",
     "UnpackedLinear",
     "clip_grad_norm_",
+    "convert_plan",
     "full_state_dict",
     "load_balance_loss",
     "load_full_state_dict",

@@ -33,6 +33,11 @@ def note(module: torch.nn.Module, divided: Divided) -> None:
     setattr(module, _NOTE, divided)
 
 
+def forget(module: torch.nn.Module) -> None:
+    """Makes a module one that nothing is added to: it returns what another style made of it."""
+    module.__dict__.pop(_NOTE, None)
+
+
 def divided(module: torch.nn.Module) -> Divided | None:
     """How the ranks share a module; None where it is not one of agmm's layers or styled by it."""
     if isinstance(module, ShardedLinear):

@@ -9,26 +9,39 @@ what they have quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
+from agmm.nn._fp8_operands import (
+    Quantised,
+    columns_of,
+    grad_of_weight,
+    in_dtype,
+    leading,
+    of_one_kind,
+    quantised_by,
+    result_dtype,
+    second,
+    start_gather,
+    transposed_weights,
+)
 from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
+from agmm.ops.activation_gradients import joint_gradients
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import needs_gradient
-from agmm.ops.quantize import amax_of, look_through, quantised, quantised_columns, transposed
+from agmm.ops.quantize import look_through
 from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
-from agmm.ops.scaled_products import scaled_matmul
 from agmm.runtime import collectives
-from agmm.runtime.scaling import K_MULTIPLE, Tile
+from agmm.runtime.cuda_activations import Cast
+from agmm.runtime.epilogues import Epilogue
+from agmm.runtime.scaling import K_MULTIPLE
 
 _Maybe = torch.Tensor | None
-_Quantised = tuple[torch.Tensor, torch.Tensor]
 
 
 def gather_products(
@@ -47,7 +60,7 @@ def gather_products(
         x: [M_local, ..., K], bf16, fp16 or float32.
         weights: [K, N] each, N a multiple of 16.
         biases: [N] each, or None.
-        activation: what becomes of the products; only where no gradient is needed.
+        activation: what becomes of the products of gate and up, which the backward keeps.
 
     Raises:
         InvalidArgument: a dtype or a size that fp8 products cannot have.
@@ -58,10 +71,28 @@ def gather_products(
     for weight in weights:
         _check_multiple("N", weight.shape[1])
     if not needs_gradient(x, *weights, *biases):  # then dynamo drops x of one weight and bias
-        return _forward(recipe, x, weights, biases, group_name, strict, activation)
-    return list(
-        _GatherProducts.apply(recipe, group_name, strict, len(weights), x, *weights, *biases)
-    )
+        return list(_forward(recipe, x, weights, biases, group_name, strict, activation))
+    given = recipe, group_name, strict, activation, len(weights)
+    return list(_GatherProducts.apply(*given, x, *weights, *biases))
+
+
+def quantised_gate(
+    recipe: Fp8Recipe,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[_Maybe],
+    group_name: str,
+    activation: str,
+    *,
+    strict: bool = False,
+) -> Quantised:
+    """The result of `gather_products` with an activation of gate and up, as `scatter_product` of
+    this recipe quantises it: for `scatter_quantised`. Collective; without a backward."""
+    x = _under_autocast(x)
+    _check(x, *weights)
+    given = recipe, x, weights, biases, group_name, strict, activation
+    found: Quantised = _forward(*given, quantize_out="block")
+    return found
 
 
 def scatter_product(
@@ -115,52 +146,65 @@ class _GatherProducts(torch.autograd.Function):
         recipe: Fp8Recipe,
         group_name: str,
         strict: bool,
+        activation: str | None,
         count: int,
         x: torch.Tensor,
         *weights_and_biases: Any,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        _, _, _, _, ctx.needs_x, *needs = ctx.needs_input_grad
+        _, _, _, _, _, ctx.needs_x, *needs = ctx.needs_input_grad
         ctx.needs_weights, ctx.needs_biases = needs[:count], needs[count:]
-        ctx.recipe, ctx.group_name = recipe, group_name
+        ctx.recipe, ctx.group_name, ctx.activation = recipe, group_name, activation
         ctx.sizes = [weight.shape[1] for weight in weights]
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
+        products = _forward(recipe, x, weights, biases, group_name, strict)
         ctx.save_for_backward(
-            x if any(ctx.needs_weights) else None, *(weights if ctx.needs_x else ())
+            x if any(ctx.needs_weights) else None,
+            *(weights if ctx.needs_x else (None,) * count),
+            *(products if activation else ()),
         )
-        return tuple(_forward(recipe, x, weights, biases, group_name, strict))
+        return tuple(Epilogue(activation)(products) if activation else products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
         recipe: Fp8Recipe = ctx.recipe
+        weights, products = saved[: len(ctx.sizes)], saved[len(ctx.sizes) :]
+        of_dout = recipe.grad_output
         # To the backward several weights are one: a row of all outputs has one scale.
-        dout = douts[0] if len(douts) == 1 else torch.cat(douts, -1)
+        in_fp8 = None
+        if ctx.activation:
+            cast = Cast(of_dout.first, of_dout.dtype, recipe.power_of_2) if ctx.needs_x else None
+            dout, in_fp8 = joint_gradients(ctx.activation, douts[0], products, cast)
+            douts = dout.split(ctx.sizes, -1)
+        else:
+            dout = douts[0] if len(douts) == 1 else torch.cat(douts, -1)
         rows = dout.flatten(0, -2)
         gathers = any(ctx.needs_weights)
         finish = None
         if gathers:  # begun here, so that it runs beside the product of dx
-            finish = _start_gather(recipe, recipe.input_for_grad_weight, x, ctx.group_name)
+            finish = start_gather(recipe, recipe.input_for_grad_weight, x, ctx.group_name)
         dx = None
         if ctx.needs_x:
             look_through("scaled_matmul_reduce_scatter", ctx.group_name, A=dout)
-            values, scale = _quantised(recipe, rows, recipe.grad_output, recipe.grad_output.first)
-            B, scale_b = _transposed(recipe, weights)
-            scale, scale_b = _of_one_kind(scale, scale_b, len(rows), B.shape[1])
+            values, scale = in_fp8 or quantised_by(recipe, rows, of_dout, of_dout.first)
+            B, scale_b = transposed_weights(recipe, weights)
+            sizes = len(rows), B.shape[1]
+            scale, scale_b = of_one_kind(scale, scale_b, *sizes, is_block=of_dout.is_block)
             dx = scaled_matmul_reduce_scatter(
                 values.view(dout.shape),
                 B,
-                _leading(scale, dout),
+                leading(scale, dout),
                 scale_b,
                 ctx.group_name,
-                out_dtype=_result_dtype(dout),
+                out_dtype=result_dtype(dout),
                 use_fast_accum=recipe.fast_accum[1],
             ).to(dout.dtype)
         dweights: list[_Maybe] = [None] * len(ctx.sizes)
         if finish is not None:
-            cast = recipe.grad_output_for_grad_weight
-            joint = _grad_of_weight(recipe, finish(), _columns(recipe, rows, cast), ctx.dtypes[0])
+            columns = columns_of(recipe, rows, recipe.grad_output_for_grad_weight)
+            joint = grad_of_weight(recipe, finish(), columns, ctx.dtypes[0])
             for i, part in enumerate(joint.split(ctx.sizes, 0)):
                 if ctx.needs_weights[i]:
                     dweights[i] = part.t().to(ctx.dtypes[i])
@@ -170,7 +214,7 @@ class _GatherProducts(torch.autograd.Function):
                 douts, ctx.needs_biases, ctx.dtypes[len(ctx.sizes) :], strict=True
             )
         ]
-        return None, None, None, None, dx, *dweights, *dbiases
+        return None, None, None, None, None, dx, *dweights, *dbiases
 
 
 class _ScatterProduct(torch.autograd.Function):
@@ -189,20 +233,8 @@ class _ScatterProduct(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_weight else None, weight if ctx.needs_x else None)
         look_through("scaled_matmul_reduce_scatter", group_name, A=x, B=weight)
         rows = x.flatten(0, -2)
-        values, scale = _quantised(recipe, rows, recipe.input, recipe.input.first)
-        B, scale_b = _second(recipe, weight, recipe.weight)
-        scale, scale_b = _of_one_kind(scale, scale_b, len(rows), B.shape[1])
-        out = scaled_matmul_reduce_scatter(
-            values.view(x.shape),
-            B,
-            _leading(scale, x),
-            scale_b,
-            group_name,
-            bias=bias,
-            out_dtype=_result_dtype(x),
-            use_fast_accum=recipe.fast_accum[0],
-        )
-        return _in_dtype(out, x.dtype)
+        values, scale = quantised_by(recipe, rows, recipe.input, recipe.input.first)
+        return _scattered(recipe, (values.view(x.shape), scale), weight, bias, group_name, x)
 
     @staticmethod
     @once_differentiable
@@ -215,7 +247,7 @@ class _ScatterProduct(torch.autograd.Function):
             (dx,) = _gathered(
                 dout,
                 recipe.grad_output,
-                [_transposed(recipe, [weight])],
+                [transposed_weights(recipe, [weight])],
                 [None],
                 ctx.group_name,
                 recipe,
@@ -224,86 +256,57 @@ class _ScatterProduct(torch.autograd.Function):
             )
         if ctx.needs_weight:
             cast = recipe.grad_output_for_grad_weight
-            finish = _start_gather(recipe, cast, dout, ctx.group_name)
-            rows = _columns(recipe, x.flatten(0, -2), recipe.input_for_grad_weight)
-            dweight = _grad_of_weight(recipe, rows, finish(), ctx.dtypes[0]).t()
+            finish = start_gather(recipe, cast, dout, ctx.group_name)
+            rows = columns_of(recipe, x.flatten(0, -2), recipe.input_for_grad_weight)
+            dweight = grad_of_weight(recipe, rows, finish(), ctx.dtypes[0]).t()
         if ctx.needs_bias:
             part = dout.flatten(0, -2).sum(0, dtype=torch.float32)
             dbias = collectives.all_reduce(part, ctx.group_name).to(ctx.dtypes[1])
         return None, None, dx, dweight, dbias
 
 
-# --- operands ---
+def scatter_quantised(
+    recipe: Fp8Recipe,
+    x: Quantised,
+    weight: torch.Tensor,
+    bias: _Maybe,
+    group_name: str,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """`scatter_product` of an input that `quantised_gate` has made. Collective; without a backward.
+
+    Args:
+        like: what has the dtype of the result, elements or none.
+    """
+    values, scale = x
+    given = values, scale.flatten(0, -2)
+    return _scattered(recipe, given, weight, bias, group_name, _under_autocast(like[:0]))
 
 
-def _quantised(recipe: Fp8Recipe, x: torch.Tensor, cast: Fp8Cast, tile: Tile) -> _Quantised:
-    return quantised(x, tile, cast.dtype, power_of_2=recipe.power_of_2)
-
-
-def _second(recipe: Fp8Recipe, weight: torch.Tensor, cast: Fp8Cast) -> _Quantised:
-    """A weight [K, N], columns contiguous."""
-    return _quantised(recipe, weight.t().contiguous().t(), cast, cast.second)
-
-
-def _transposed(recipe: Fp8Recipe, weights: Sequence[torch.Tensor]) -> _Quantised:
-    """Weights [K, N] side by side as the second operand [N, K] of the input's gradient, whose rows
-    have scales that cover all of them: the bytes are transposed in memory."""
-    cast = recipe.weight_for_grad_input
-    if any(weight.is_contiguous() for weight in weights):
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights), 1)
-        values, scale = _quantised(recipe, weight.contiguous(), cast, cast.first)
-        return values.t(), scale.t()
-    tile = cast.first[1], cast.first[0]  # of weights that lie as [N, K]
-    amax = None
-    if len(weights) > 1:
-        amax = reduce(torch.maximum, [amax_of(weight.t(), tile) for weight in weights])
-    parts = [
-        quantised_columns(
-            weight.t().contiguous(), tile, cast.dtype, amax=amax, power_of_2=recipe.power_of_2
-        )
-        for weight in weights
-    ]
-    if len(parts) == 1:
-        return parts[0][0].t(), parts[0][1]
-    # They are joined as bytes: not all builds of torch put fp8 tensors side by side.
-    values = torch.cat([values.view(torch.uint8) for values, _ in parts], 1)
-    return values.view(cast.dtype).t(), parts[0][1]
-
-
-def _columns(
-    recipe: Fp8Recipe, rows: torch.Tensor, cast: Fp8Cast | None
-) -> _Quantised | torch.Tensor:
-    """Rows [M, features] that the weight's gradient sums over: as they are, or as
-    `quantised_columns` makes them."""
-    if cast is None:
-        return rows
-    return quantised_columns(
-        rows.contiguous(), cast.second, cast.dtype, power_of_2=recipe.power_of_2
+def _scattered(
+    recipe: Fp8Recipe,
+    x: Quantised,
+    weight: torch.Tensor,
+    bias: _Maybe,
+    group_name: str,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """The product of quantised rows, the scales of a matrix of them, in the dtype of ``like``."""
+    values, scale = x
+    B, scale_b = second(recipe, weight, recipe.weight)
+    sizes = values.shape[:-1].numel(), B.shape[1]
+    scale, scale_b = of_one_kind(scale, scale_b, *sizes, is_block=recipe.input.is_block)
+    out = scaled_matmul_reduce_scatter(
+        values,
+        B,
+        leading(scale, values),
+        scale_b,
+        group_name,
+        bias=bias,
+        out_dtype=result_dtype(like),
+        use_fast_accum=recipe.fast_accum[0],
     )
-
-
-def _of_one_kind(scale_a: torch.Tensor, scale_b: torch.Tensor, m: int, n: int) -> _Quantised:
-    """Scales of a whole operand as many as those of rows, where the other has these."""
-    # A branch, no comparison of the two: the compiler has no operation for that of dynamic sizes.
-    are_alike = scale_b.numel() == 1 if scale_a.numel() == 1 else scale_b.numel() != 1
-    if not are_alike:
-        return scale_a.expand(m, 1).contiguous(), scale_b.expand(1, n).contiguous()
-    return scale_a, scale_b
-
-
-def _leading(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Scales of the rows of x [..., K] in its leading dimensions."""
-    return scale.view(*x.shape[:-1], 1) if len(scale) == x.shape[:-1].numel() else scale
-
-
-def _result_dtype(x: torch.Tensor) -> torch.dtype:
-    """What an fp8 product is rounded to: GPUs write bfloat16."""
-    return torch.bfloat16 if x.is_cuda else x.dtype
-
-
-def _in_dtype(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where `to` changes nothing, compiled code of torch 2.11 gets no gradients."""
-    return out if out.dtype == dtype else out.to(dtype)
+    return in_dtype(out, like.dtype)
 
 
 def _forward(
@@ -314,85 +317,49 @@ def _forward(
     group_name: str,
     strict: bool,
     activation: str | None = None,
-) -> list[torch.Tensor]:
-    given = x, recipe.input, [_second(recipe, weight, recipe.weight) for weight in weights], biases
-    fast_accum = recipe.fast_accum[0]
-    return _gathered(*given, group_name, recipe, fast_accum, strict, activation)
+    quantize_out: str | None = None,
+) -> Any:
+    given = x, recipe.input, [second(recipe, weight, recipe.weight) for weight in weights], biases
+    asked = activation, quantize_out
+    return _gathered(*given, group_name, recipe, recipe.fast_accum[0], strict, *asked)
 
 
 def _gathered(
     x: torch.Tensor,
     cast: Fp8Cast,
-    weights: Sequence[_Quantised],
+    weights: Sequence[Quantised],
     biases: Sequence[_Maybe],
     group_name: str,
     recipe: Fp8Recipe,
     fast_accum: bool,
     strict: bool,
     activation: str | None = None,
-) -> list[torch.Tensor]:
-    """The products of the gathered rows of x [M_local, ..., K] with each weight."""
+    quantize_out: str | None = None,
+) -> Any:
+    """The products of the gathered rows of x [M_local, ..., K] with each weight; with
+    ``quantize_out`` the values and scales of the one result."""
     look_through("all_gather_scaled_matmul", group_name, A_shard=x)
     rows = x.flatten(0, -2)
-    values, scale = _quantised(recipe, rows, cast, cast.first)
+    values, scale = quantised_by(recipe, rows, cast, cast.first)
     scales = []
     for B, one in weights:
-        scale, one = _of_one_kind(scale, one, len(rows), B.shape[1])
+        sizes = len(rows), B.shape[1]
+        scale, one = of_one_kind(scale, one, *sizes, is_block=cast.is_block)
         scales.append(one)
-    outs: Any = all_gather_scaled_matmul(
+    op: Any = all_gather_scaled_matmul  # a function of many forms
+    outs = op(
         values.view(x.shape),
         [B for B, _ in weights],
-        _leading(scale, x),
+        leading(scale, x),
         scales,
         group_name,
         bias=list(biases),
-        out_dtype=_result_dtype(x),
+        out_dtype=result_dtype(x),
         use_fast_accum=fast_accum,
         activation=activation,
         strict=strict,
+        quantize_out=quantize_out,
     )
-    return [_in_dtype(out, x.dtype) for out in ([outs] if activation else outs)]
-
-
-# --- the weight's gradient ---
-
-
-def _start_gather(
-    recipe: Fp8Recipe, cast: Fp8Cast | None, shard: torch.Tensor, group_name: str
-) -> Callable[[], _Quantised | torch.Tensor]:
-    """Begin to gather the rows of a shard [M_local, ..., features] that the weight's gradient sums
-    over, as `_columns` has them: by scales that cover the rows of all ranks."""
-    rows = shard.flatten(0, -2).contiguous()
-    if cast is None:
-        return collectives.start_all_gather(rows, group_name, 0)
-    look_through("all_gather", group_name, input=rows)
-    amax = collectives.all_reduce(amax_of(rows, cast.second), group_name, op="max")
-    values, scale = quantised(
-        rows, cast.second, cast.dtype, amax=amax, power_of_2=recipe.power_of_2
-    )
-    # They are sent as bytes: not all backends know the dtypes.
-    finish = collectives.start_all_gather(values.view(torch.uint8), group_name, 0)
-    return lambda: (transposed(finish().view(cast.dtype)), scale)
-
-
-def _grad_of_weight(
-    recipe: Fp8Recipe,
-    x: _Quantised | torch.Tensor,
-    dout: _Quantised | torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """``doutᵀ @ x`` [N, K] over all rows."""
-    if isinstance(x, torch.Tensor):
-        assert isinstance(dout, torch.Tensor)
-        return (dout.t() @ x).to(dtype)
-    (Bt, scale_b), (A, scale_a) = x, dout
-    scale_a, scale_b = _of_one_kind(scale_a.t(), scale_b, len(A), len(Bt))
-    out = scaled_matmul(
-        A,
-        scale_a.contiguous(),
-        Bt.t(),
-        scale_b.contiguous(),
-        torch.bfloat16 if A.is_cuda else dtype,
-        recipe.fast_accum[2],
-    )
-    return out.to(dtype)
+    if quantize_out:
+        return outs
+    return [in_dtype(out, x.dtype) for out in ([outs] if activation else outs)]

@@ -3,8 +3,10 @@ and read in the forwards that the styles give them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import mul
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.nn import fp8_recipe
 from agmm.nn._divided import Divided, note
 from agmm.nn._ranks import Ranks, ascending, group_of_mesh
@@ -108,6 +110,8 @@ class Target(NamedTuple):
             raise self.fault(
                 f"sequence_dim: found {dim}, wanted one of the {x.dim()} dimensions of the input"
             )
+        if dim % x.dim() == x.dim() - 1:
+            raise self.fault(f"sequence_dim: found {dim}, the input's features, wanted another one")
         if x.shape[-1] != features:
             raise self.fault(
                 f"x: found {x.shape[-1]} features in its last dimension, wanted {features}"
@@ -116,6 +120,22 @@ class Target(NamedTuple):
             raise self.fault(f"x: found device {x.device}, wanted {weight.device} as the weight")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise self.fault(f"x: found dtype {x.dtype}, wanted {weight.dtype} as the weight")
+
+    def fill_up(self, length: int, dim: int, ranks: int, strict: bool) -> None:
+        """Warns, once for each style, that the ranks' shards of an activation differ in size, and
+        that the ops are given zeros in the place of what is missing.
+
+        Raises:
+            Unsupported: ``strict``.
+        """
+        if strict:
+            fault = self.fault(f"x: found {length} in dimension {dim}, wanted a multiple of")
+            raise Unsupported(f"{fault} {ranks} ranks; strict=True refuses rows that are filled up")
+        if not torch.compiler.is_compiling():
+            warn_once(
+                f"agmm fills up rows: {type(self.style).__name__}: the {ranks} ranks cannot share "
+                f"all lengths of dimension {dim} evenly"
+            )
 
     def distribute(self, mesh: DeviceMesh, placed: Placed) -> None:
         """Makes the module's parameters DTensors."""
@@ -180,9 +200,18 @@ class _SaysOutput(Protocol):
 
 
 def wanted_output(
-    style: _SaysOutput, ranks: Ranks, out: torch.Tensor, placement: Placement
+    style: _SaysOutput,
+    ranks: Ranks,
+    out: torch.Tensor,
+    placement: Placement,
+    shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's output, or the DTensor of it where the style wants one."""
+    """This rank's output, or the DTensor of it where the style wants one. Where the ranks' shards
+    differ in size, ``shape`` is that of the whole, and each shard is contiguous."""
     if style.use_local_output:
         return out
-    return DTensor.from_local(out, ranks.mesh(out.device), [placement], run_check=False)
+    sizes: dict[str, Any] = {}
+    if shape is not None:
+        strides = itertools.accumulate(reversed(shape[1:]), mul, initial=1)
+        sizes = {"shape": torch.Size(shape), "stride": tuple(strides)[::-1]}
+    return DTensor.from_local(out, ranks.mesh(out.device), [placement], run_check=False, **sizes)

@@ -10,7 +10,7 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.runtime.scaled import FP8
-from agmm.runtime.scaling import ALL, Tile
+from agmm.runtime.scaling import ALL, BLOCK, Tile
 
 _E4M3, _E5M2 = FP8
 
@@ -22,15 +22,23 @@ class Fp8Cast(NamedTuple):
     is_rowwise: bool
     """A scale for each row (column of the second operand) along what the product sums over, or
     one for all that is on this rank."""
+    is_block: bool = False
+    """A scale for each 128 numbers along what the product sums over, of weights for each 128 x 128.
+    Both operands of a product have such casts, and those of a weight's gradient have none."""
 
     @property
     def first(self) -> Tile:
         """What a scale covers where this is the first operand of a product."""
+        if self.is_block:
+            return (1, BLOCK)
         return (1, ALL) if self.is_rowwise else (ALL, ALL)
 
     @property
     def second(self) -> Tile:
-        """What a scale covers where this is the second operand of a product."""
+        """What a scale covers where this is the second operand of a product, a weight if the scale
+        is that of a block."""
+        if self.is_block:
+            return (BLOCK, BLOCK)
         return (ALL, 1) if self.is_rowwise else (ALL, ALL)
 
 
@@ -82,8 +90,14 @@ class Fp8Recipe(NamedTuple):
 
     @property
     def name(self) -> str:
-        """torchao's, or "own" where it has none for it."""
-        return next((name for name, recipe in RECIPES.items() if recipe == self), "own")
+        """The name by which a layer takes it, or "own" where it has none."""
+        return next((name for name, recipe in _NAMED.items() if recipe == self), "own")
+
+    @property
+    def quantises_gates(self) -> bool:
+        """Whether a gated product may be quantised as the next layer's input by the kernel that
+        computes it, which rounds no scales."""
+        return self.input.is_block and self.input.dtype == _E4M3 and not self.power_of_2
 
 
 def _maybe_cast(name: str, config: Any) -> Fp8Cast | None:
@@ -117,6 +131,18 @@ RECIPES = {
 """The recipes that torchao has names for (`Float8LinearConfig.from_recipe_name`)."""
 
 
+_OF_BLOCKS = Fp8Cast(_E4M3, False, is_block=True)
+BLOCK_RECIPE = Fp8Recipe(
+    *(_OF_BLOCKS, _OF_BLOCKS, _OF_BLOCKS, _OF_BLOCKS, None, None),
+    power_of_2=False,
+    fast_accum=(False, False, False),
+)
+"""The recipe of agmm alone: what DeepSeek-V3's report has for the output and the input's gradient,
+scales of 1 x 128 of activations and 128 x 128 of weights."""
+
+_NAMED = {**RECIPES, "block": BLOCK_RECIPE}
+
+
 WHY_NOT_SAVED = (
     "save_gathered: found True with fp8, wanted False: the rows that the forward gathers are "
     "quantised for it alone, the weight's gradient wants them with scales over all rows, or not "
@@ -129,14 +155,32 @@ def resolved(fp8: str | Fp8Recipe | None) -> Fp8Recipe | None:
     """The recipe that was given as such or by its name.
 
     Raises:
-        InvalidArgument: it is neither.
+        InvalidArgument: it is neither, or some of its casts have scales of blocks where no product
+            takes them.
     """
+    if isinstance(fp8, Fp8Recipe):
+        _check_blocks(fp8)
     if fp8 is None or isinstance(fp8, Fp8Recipe):
         return fp8
-    if isinstance(fp8, str) and fp8 in RECIPES:
-        return RECIPES[fp8]
-    names = ", ".join(repr(name) for name in RECIPES)
+    if isinstance(fp8, str) and fp8 in _NAMED:
+        return _NAMED[fp8]
+    names = ", ".join(repr(name) for name in _NAMED)
     raise InvalidArgument(f"fp8: found {fp8!r}, wanted {names}, an Fp8Recipe or None")
+
+
+def _check_blocks(recipe: Fp8Recipe) -> None:
+    pairs = ("input", "weight"), ("grad_output", "weight_for_grad_input")
+    for names in pairs:
+        of_first, of_second = (getattr(recipe, name).is_block for name in names)
+        if of_first != of_second:
+            raise InvalidArgument(
+                f"fp8: found scales of blocks for one of {names[0]} and {names[1]}, wanted them "
+                "for both or none"
+            )
+    for name in ("input_for_grad_weight", "grad_output_for_grad_weight"):
+        cast = getattr(recipe, name)
+        if cast is not None and cast.is_block:
+            raise InvalidArgument(f"fp8: found {name} with scales of blocks, wanted others or None")
 
 
 def of_module(module: torch.nn.Module) -> Fp8Recipe | None:

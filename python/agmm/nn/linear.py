@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from agmm.errors import InvalidArgument
 from agmm.nn._column_product import column_product
-from agmm.nn._fp8 import gather_products, scatter_product
+from agmm.nn._fp8 import gather_products, scatter_product, scatter_quantised
 from agmm.nn._held import Held
 from agmm.nn._sharded import ShardedLinear
 from agmm.nn.fp8_recipe import WHY_NOT_SAVED, Fp8Recipe
@@ -38,8 +38,9 @@ class ColumnParallelLinear(ShardedLinear):
         save_gathered: see `agmm.all_gather_matmul`; not with ``fp8``.
         strict: see `agmm.all_gather_matmul`.
         fp8: quantise what is multiplied and what is gathered, forward and backward, by torchao's
-            recipe "tensorwise", "rowwise" or "rowwise_with_gw_hp", or by an `Fp8Recipe`. K and this
-            rank's shard of each N are multiples of 16.
+            recipe "tensorwise", "rowwise" or "rowwise_with_gw_hp", by "block", which has scales of
+            1 x 128 and 128 x 128, or by an `Fp8Recipe`. K and this rank's shard of each N are
+            multiples of 16.
         sequence_parallel: whether ``x`` is this rank's rows. With False it is all rows, the same on
             all ranks, as in decoding: the forward communicates nothing, and the backward sums the
             gradient of ``x``. Neither ``save_gathered`` nor ``fp8`` goes with False.
@@ -229,6 +230,24 @@ class RowParallelLinear(ShardedLinear):
         if self.fp8 is not None:
             return scatter_product(self.fp8, x, weight, bias, self.ranks.own_name)
         return matmul_reduce_scatter(x, weight, self.ranks.for_ops, bias=bias)
+
+    def of_quantised(
+        self, x: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's result for an input that is quantised already, with the scales of the layer's
+        recipe. Collective; without a backward.
+
+        Args:
+            x: values [M, ..., in_features / world_size] and their scales.
+            like: what has the dtype of the result.
+
+        Returns:
+            [M / world_size, ..., out_features].
+        """
+        assert self.fp8 is not None
+        (weight,), (bias,) = self.operands()
+        self._check_weights([weight])
+        return scatter_quantised(self.fp8, x, weight, bias, self.ranks.own_name, like)
 
     def normed(
         self,

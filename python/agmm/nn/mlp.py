@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.nn._fp8 import gather_products
+from agmm.nn._fp8 import gather_products, quantised_gate
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
-from agmm.ops.activated import activated
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.checks import needs_gradient
 from agmm.runtime.epilogues import GATED, GatedActivation
@@ -89,7 +88,9 @@ class GatedMLP(torch.nn.Module):
         """This rank's rows of the result. Collective.
 
         The parameters of gate and up are used here, and not by the calls of these layers: hooks on
-        them are not called, and FSDP2 is to be given this module or one around it.
+        them are not called, and FSDP2 is to be given this module or one around it. That holds for
+        down too with scales of blocks where no gradient is wanted: what the gate's kernel quantises
+        goes straight into its product.
 
         Args:
             x: [M_local, ..., in_features], this rank's rows.
@@ -116,11 +117,12 @@ class GatedMLP(torch.nn.Module):
                 strict=gate.strict,
             )
             return down(hidden)  # type: ignore[no-any-return]
-        given = gate.fp8, x, weights, biases, gate.ranks.own_name
-        if needs_gradient(x, *weights, *biases):
-            hidden = activated(self.activation, gather_products(*given, strict=gate.strict))
-        else:
-            (hidden,) = gather_products(*given, strict=gate.strict, activation=self.activation)
+        recipe = gate.fp8
+        given = recipe, x, weights, biases, gate.ranks.own_name
+        of_gate: dict[str, Any] = {"activation": self.activation, "strict": gate.strict}
+        if recipe.quantises_gates and not needs_gradient(x, *weights, *biases, *down.parameters()):
+            return down.of_quantised(quantised_gate(*given, **of_gate), x)
+        (hidden,) = gather_products(*given, **of_gate)
         return down(hidden)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from agmm.errors import InvalidArgument, warn_once
 from agmm.nn import fp8_recipe
 from agmm.nn._divided import Divided, note
+from agmm.nn._filled import filled_shard, filled_up, own_rows_of
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._ranks import Ranks
 from agmm.nn._shared import SharedOutputs
@@ -44,14 +45,22 @@ def _gathered_products(
         target.check_input(x, weight, dim, weight.shape[0])
     _hint_at_gathered(targets[0], ranks, x, dim)
     # The fused path gathers along dimension 0.
-    shard, rows = local(x, Shard(dim)), None
+    shard, rows, length = local(x, Shard(dim)), None, None
+    if isinstance(x, DTensor) and x.shape[dim] % ranks.size:  # Only a DTensor knows the whole.
+        length = x.shape[dim]
+        targets[0].fill_up(length, dim, ranks.size, style.strict)
     if is_sized and math.prod(shard.shape[:dim]) > 1:
         rows = shard.shape[:-1]
         shard = shard.flatten(0, -2).contiguous()
     else:
-        shard = shard.movedim(dim, 0).contiguous()
+        shard = shard.movedim(dim, 0)
+        if length is not None:
+            shard = filled_shard(shard, length, ranks.size)
+        shard = shard.contiguous()
     if targets[0].fp8 is not None:
-        outs = gather_products(targets[0].fp8, shard, weights, biases, ranks.own_name)
+        outs = gather_products(
+            targets[0].fp8, shard, weights, biases, ranks.own_name, strict=style.strict
+        )
     else:
         outs = all_gather_matmul(
             shard,
@@ -59,9 +68,10 @@ def _gathered_products(
             ranks.for_ops,
             bias=list(biases),
             save_gathered=style.save_gathered,
+            strict=style.strict,
         )
     if rows is None:
-        outs = [out.movedim(0, dim) for out in outs]
+        outs = [out[:length].movedim(0, dim) for out in outs]
     else:  # The module may call view, for which the copy is contiguous.
         parts = [out.unflatten(0, (ranks.size, *rows)) for out in outs]
         outs = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
@@ -87,12 +97,14 @@ class _GatherStyle(ParallelStyle):
         sequence_dim: int = 1,
         use_local_output: bool = True,
         save_gathered: bool = False,
+        strict: bool = False,
         fp8: str | Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
         self.save_gathered = save_gathered
+        self.strict = strict
         self.fp8 = fp8_recipe.resolved(fp8)
 
     def _checked(self, target: Target, mesh: DeviceMesh) -> Target:
@@ -114,6 +126,8 @@ class GatherColwiseParallel(_GatherStyle):
         sequence_dim: the dimension of the input that is sharded.
         use_local_output: return a tensor, not a DTensor sharded along its last dimension.
         save_gathered: see `agmm.all_gather_matmul`; not with fp8.
+        strict: refuse a DTensor whose rows the ranks do not share evenly, for which zeros are
+            gathered else, and the unfused path, as `agmm.all_gather_matmul` does.
         fp8: see `ColumnParallelLinear`; a ``Float8Linear`` of torchao keeps its own recipe.
     """
 
@@ -144,8 +158,9 @@ class SharedGatherParallel(_GatherStyle):
     Args:
         names: the linear modules, by their names in the module.
         whole_shape: False lets the module see the shape of the shard.
-        **options: ``sequence_dim``, ``use_local_output``, ``save_gathered`` and ``fp8``, as of
-            `GatherColwiseParallel`. All modules have the same recipe for fp8, or none.
+        **options: ``sequence_dim``, ``use_local_output``, ``save_gathered``, ``strict`` and
+            ``fp8``, as of `GatherColwiseParallel`. All modules have the same recipe for fp8, or
+            none.
     """
 
     def __init__(self, *names: str, whole_shape: bool = True, **options: Any) -> None:
@@ -201,11 +216,15 @@ def _products_of(
 class RowwiseScatterParallel(ParallelStyle):
     """``torch.nn.Linear`` whose output is summed over the ranks and scattered along the sequence.
 
-    Takes the place of ``RowwiseParallel(output_layouts=Shard(sequence_dim))``.
+    Takes the place of ``RowwiseParallel(output_layouts=Shard(sequence_dim))``. Where the ranks
+    cannot share the rows evenly, as those of a single token, zeros are added to them, and each rank
+    gets the shard that a DTensor has there: the last ranks have fewer rows, or none.
 
     Args:
         sequence_dim: the dimension of the output that is sharded.
         use_local_output: return a tensor, not a DTensor sharded along ``sequence_dim``.
+        strict: refuse rows that the ranks cannot share evenly and, without fp8, the unfused path,
+            as `agmm.matmul_reduce_scatter` does.
         fp8: see `ColumnParallelLinear`; a ``Float8Linear`` of torchao keeps its own recipe.
     """
 
@@ -214,11 +233,13 @@ class RowwiseScatterParallel(ParallelStyle):
         *,
         sequence_dim: int = 1,
         use_local_output: bool = True,
+        strict: bool = False,
         fp8: str | Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
+        self.strict = strict
         self.fp8 = fp8_recipe.resolved(fp8)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
@@ -237,13 +258,16 @@ def _scattered_product(
     weight, bias = target.local_parameters(BY_INPUTS)
     x = local(x, Shard(x.dim() - 1))
     target.check_input(x, weight, dim, weight.shape[0])
-    if x.shape[dim] % ranks.size:
-        raise target.fault(
-            f"x: found {x.shape[dim]} in dimension {dim}, wanted a multiple of {ranks.size} ranks"
-        )
-    rows = x.movedim(dim, 0)
+    rows, length, shape = x.movedim(dim, 0), x.shape[dim], None
+    if length % ranks.size:
+        target.fill_up(length, dim, ranks.size, style.strict)
+        rows = filled_up(rows, ranks.size)
+        shape = (*x.shape[:-1], weight.shape[1])
     if target.fp8 is not None:
         out = scatter_product(target.fp8, rows.contiguous(), weight, bias, ranks.own_name)
     else:
-        out = matmul_reduce_scatter(rows, weight, ranks.for_ops, bias=bias)
-    return wanted_output(style, ranks, out.movedim(0, dim), Shard(dim))
+        out = matmul_reduce_scatter(rows, weight, ranks.for_ops, bias=bias, strict=style.strict)
+    if shape is None:
+        return wanted_output(style, ranks, out.movedim(0, dim), Shard(dim))
+    own = own_rows_of(out, length, ranks).movedim(0, dim).contiguous()
+    return wanted_output(style, ranks, own, Shard(dim), shape)

@@ -113,13 +113,13 @@ class AllReduceCall(SumCall):
         if self.named_plan is not None and self.named_plan.transport.needs == MESSAGES:
             return Route(LIBRARY)
         if self.named_plan == BY_COPIES:
-            return self.by_copies(self.why_not_by_copies())
+            return self.by_copies(None)
+        by_messages = portable.by_messages(self)
+        if by_messages is not None:
+            return by_messages
         why = self.why_no_kernel()
         if why is not None:
-            by_copies = None
-            if self.why_not_by_copies() is None:
-                by_copies = portable.instead(self, self.rows, lasts=self.lasts_by_copies())
-            return by_copies or Route(LIBRARY, why)
+            return portable.instead(self) or Route(LIBRARY, why)
         if is_on_cpu:
             return Route(KERNEL, lasts=False)
         rows = self.rows + self.missing
@@ -131,9 +131,8 @@ class AllReduceCall(SumCall):
             why = why or (None if plan.scatters is not None else _NO_KERNEL)
         return Route(KERNEL, plan=plan) if why is None else Route(LIBRARY, why)
 
-    def why_not_by_copies(self) -> str | None:
-        """Why sums of this kind do not take the portable path on CUDA, or None."""
-        return None
+    def rows_by_copies(self) -> int | None:
+        return None if self.named_plan or self.why_no_pieces() else self.rows
 
     def _why_not_gathered(self, rows: int) -> str | None:
         """Why agmm's kernel cannot gather each rank's rows of the sum, or None."""

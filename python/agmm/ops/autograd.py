@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
 from agmm.ops import scatter_plan
+from agmm.ops.activation_gradients import gradients
 from agmm.ops.operands import is_watched
 from agmm.ops.plain_scatter import scatter
 from agmm.ops.products import sum_of_products
@@ -172,7 +173,7 @@ def _before_activation(
             op = torch.ops.agmm._all_gather_matmul.default
             saved, products = op(saved, Bs, rest, *group, ctx.gather_dim, True, ctx.config, False)
             is_gathered = True
-    return saved, tuple(ctx.epilogue.gradients(douts, products)), is_gathered
+    return saved, tuple(gradients(ctx.epilogue, douts, products)), is_gathered
 
 
 def _product(A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor) -> torch.Tensor:

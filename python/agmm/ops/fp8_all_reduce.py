@@ -13,9 +13,11 @@ from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded, summed_dtype
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_sum
+from agmm.planning.plans import Plan
 from agmm.planning.problems import MATMUL_ALL_REDUCE, KernelConfig
 from agmm.runtime import cpu_scatter
 from agmm.runtime.calls import Call
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.scaled import ScaledProducts
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -25,13 +27,21 @@ class Fp8AllReduce(Fp8Sum, AllReduceCall):
 
     Args:
         given: one product.
+        plan: what the caller asks for.
     """
 
     op = "scaled_matmul_all_reduce"
 
-    def __init__(self, given: ScaledProducts, group: dist.ProcessGroup, strict: bool) -> None:
+    def __init__(
+        self,
+        given: ScaledProducts,
+        group: dist.ProcessGroup,
+        strict: bool,
+        plan: Plan | None = None,
+    ) -> None:
         super().__init__(given.As[0], group, strict=strict)
         self.given = given
+        self.named_plan = plan
 
     def check(self) -> None:
         check_scaled_sum(self.given)
@@ -69,10 +79,9 @@ class Fp8AllReduce(Fp8Sum, AllReduceCall):
         return self.ready_scatter(kernel, self.A.new_empty(1, 1).expand(rows, columns))
 
     def ready_by_copies(self) -> Ready:
-        raise NotImplementedError("`why_not_by_copies` refuses all")
-
-    def why_not_by_copies(self) -> str | None:
-        return None if self.device.type == "cpu" else "fp8: all-reduces have no portable path"
+        given, rows = self.given, (self.rows + self.missing) // self.group.size()
+        total = Total(1, given.bias, result_scale=given.result_scale)
+        return lambda *_: self.by_pieces_of(rows, total)
 
     def library(self) -> LibrarySum:
         return _Library(self.out_dtype, self.given.fast_accum)

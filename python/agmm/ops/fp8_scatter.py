@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from agmm.ops import portable, scaled_products
-from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded, summed_dtype
+from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
@@ -97,35 +96,14 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
         return lambda *operands: self.in_shape(call(*operands))
 
     def ready_by_copies(self) -> Ready:
-        return lambda *_: self._by_copies()
-
-    def lasts_by_copies(self) -> bool:
-        return False  # it is ready for these tensors alone
-
-    def _by_copies(self) -> torch.Tensor:
-        given, size = self.given, self.group.size()
-        sent_dtype, first = summed_dtype(given.out_dtype), True
-        products = []
-        for A, weight in self.products:
-            bias = self._bias_of_each if first else None
-            weight = weight._replace(bias=bias, result_scale=None, out_dtype=sent_dtype)
-            products.append((A, weight))
-            first = False
-        rows = len(products[0][0].values) // size
-        out = self.A.new_empty(rows, self.columns, dtype=given.out_dtype)
-
-        def product(owner: int, into: torch.Tensor) -> None:
-            cut = slice(owner * rows, (owner + 1) * rows)
-            into.copy_(scaled_products.sum_of([(A.rows(cut), weight) for A, weight in products]))
-
+        size = self.group.size()
         total = Total(
             size if self.settings.reduce_op == "avg" else 1,
-            None if self.is_bias_of_each else given.bias,
-            result_scale=given.result_scale,
+            None if self.is_bias_of_each else self.given.bias,
+            result_scale=self.given.result_scale,
         )
-        workspace = portable.scatters(self.group, self.device, self.words())
-        portable.scattered(workspace, out, sent_dtype, product, total, str(self.words()))
-        return self.in_shape(out)
+        rows = self.A.shape[:-1].numel() // size
+        return lambda *_: self.in_shape(self.by_pieces_of(rows, total, self._bias_of_each))
 
     def by_library(self, words: Call) -> torch.Tensor:
         reduce_op, of_all = self.settings.reduce_op, self.given._replace(bias=None)

@@ -10,7 +10,7 @@ import torch
 
 from agmm import _core
 from agmm.errors import Unsupported
-from agmm.ops import scaled_products
+from agmm.ops import portable, scaled_products
 from agmm.ops.fp8_operands import described, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.sums import SumCall
 from agmm.planning import formats, legality
@@ -22,6 +22,7 @@ from agmm.planning.problems import (
     Problem,
 )
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
+from agmm.runtime.rank_sums import Total
 from agmm.runtime.results import reshaped
 from agmm.runtime.scaled import FP8, Scaled, ScaledProducts, Weight, rounded_into
 from agmm.runtime.workspaces import scatter_workspace
@@ -130,6 +131,45 @@ class Fp8Sum(SumCall):
             kernel_of(operand, weight, problem, kernel),
             is_average=is_average,
         )
+
+    def lasts_by_copies(self) -> bool:
+        return False  # it is ready for these tensors alone
+
+    def by_pieces_of(
+        self, rows: int, total: Total, bias_of_each: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over the ranks, by copies or messages beside products of the
+        library. Collective.
+
+        Args:
+            rows: of each rank; those behind the last of A are zeros.
+            bias_of_each: this rank's own, a part of its first product.
+        """
+        sent_dtype = summed_dtype(self.out_dtype)
+        products = [
+            (
+                A,
+                weight._replace(
+                    bias=None if i else bias_of_each, result_scale=None, out_dtype=sent_dtype
+                ),
+            )
+            for i, (A, weight) in enumerate(self.products)
+        ]
+        out = self.A.new_empty(rows, self.columns, dtype=self.out_dtype)
+        last = len(products[0][0].values)
+
+        def product(owner: int, into: torch.Tensor) -> None:
+            cut = slice(min(owner * rows, last), min((owner + 1) * rows, last))
+            there = cut.stop - cut.start
+            if there:
+                made = scaled_products.sum_of([(A.rows(cut), weight) for A, weight in products])
+                into[:there].copy_(made)
+            into[there:].zero_()
+
+        words = self.words()
+        workspace = portable.scatters(self.group, self.device, words)
+        portable.scattered(workspace, out, sent_dtype, product, total, str(words))
+        return out
 
     def of_scatter(self, rows: int) -> Problem | str:
         """What the planner is asked of a scatter of so many rows of the one product, or the reason

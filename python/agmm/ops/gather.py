@@ -84,11 +84,6 @@ class GatherCall(OpCall[Gathered]):
         """N of each weight."""
 
     @abstractmethod
-    def why_no_kernel(self) -> str | None:
-        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
-        same on all ranks that call with the same shapes, dtypes and layouts."""
-
-    @abstractmethod
     def problem(self, weight: int | None) -> Problem:
         """What the planner is asked of one weight, or of all of them together for None."""
 
@@ -255,12 +250,12 @@ class GatherCall(OpCall[Gathered]):
         _, named = self.named_config()
         if BY_COPIES in (named, None if planned is None else planned.transport):
             return self._portable()
+        by_messages = portable.by_messages(self)
+        if by_messages is not None:
+            return by_messages
         reason = self.why_not_fused()
         if reason is not None:
-            by_copies = None
-            if not (settings.config or planned) and self.why_not_by_copies() is None:
-                rows = self.group.size() * self.A_shard.shape[:-1].numel()
-                by_copies = portable.instead(self, rows, lasts=self.lasts_by_copies())
+            by_copies = portable.instead(self)
             wanted = _goes_by_messages(named) and not self.strict
             return by_copies or Route(LIBRARY, None if wanted else reason)
         is_one = True
@@ -293,8 +288,12 @@ class GatherCall(OpCall[Gathered]):
             return Route(LIBRARY, reason) if reason else found
         return portable.route(self, self.why_not_by_copies(), lasts=self.lasts_by_copies())
 
+    def rows_by_copies(self) -> int | None:
+        is_asked = self.settings.config or self.settings.plan
+        is_left_out = is_asked or self.why_not_by_copies() or self.why_no_pieces()
+        return None if is_left_out else self.group.size() * self.A_shard.shape[:-1].numel()
+
     def lasts_by_copies(self) -> bool:
-        """`lasts`, of calls that take the portable path."""
         return self.lasts()
 
     def why_not_by_copies(self) -> str | None:

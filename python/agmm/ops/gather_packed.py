@@ -152,6 +152,9 @@ class _PackedGather(GatherCall):
 
     learns = False  # plans are those of the dtype, whose matmul is another
 
+    def rows_by_copies(self) -> int | None:
+        return None
+
     def why_no_kernel(self) -> str | None:
         return None
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from agmm.ops import grouped_gather, grouped_scatter
+from agmm.ops.activation_gradients import gradients
 from agmm.ops.checks import needs_gradient
 from agmm.ops.grouped_products import rows_at
 from agmm.ops.library import define, library
@@ -119,7 +120,7 @@ class AllGatherGroupedMatmul(torch.autograd.Function):
                     op = torch.ops.agmm._all_gather_grouped_matmul.default
                     gathered, products = op(saved, weights, rest, *routing, *settings, True)
                     is_gathered = True
-                douts = tuple(ctx.epilogue.gradients(douts, products))
+                douts = tuple(gradients(ctx.epilogue, douts, products))
         dx: _MaybeTensor = None
         if ctx.needs_x:
             pairs = [(dout, w) for dout, w in zip(douts, weights, strict=True) if dout is not None]

@@ -116,6 +116,24 @@ class OpCall(ABC, Generic[Result]):
         """Whether the gathered A is returned, too."""
         return False
 
+    def rows_by_copies(self) -> int | None:
+        """The rows of A, of all ranks, of a call that may take the portable path without being
+        asked to; None for others. The same on all ranks."""
+        return None
+
+    def why_no_kernel(self) -> str | None:
+        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
+        same on all ranks that call with the same shapes, dtypes and layouts."""
+        return None
+
+    def why_no_pieces(self) -> str | None:
+        """Why CPU ranks multiply operands of this kind in no pieces, or None."""
+        return self.why_no_kernel() if self.device.type == "cpu" else None
+
+    def lasts_by_copies(self) -> bool:
+        """Whether later calls of the same kind take the portable path where this one does."""
+        return True
+
     @abstractmethod
     def check(self) -> None:
         """Refuse what no path can serve: raises `InvalidArgument` before another rank sees it."""

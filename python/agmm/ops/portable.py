@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm import _core
+from agmm import _core, _env
 from agmm.ops.pipeline import LIBRARY, PORTABLE, OpCall, Route
+from agmm.planning import call_plans
 from agmm.planning.legality import PORTABLE_ROWS
 from agmm.planning.problems import portable_pieces
-from agmm.runtime import capabilities, cuda_hosts, groups, symmetric, workspaces
+from agmm.runtime import capabilities, cuda_hosts, groups, hosts, symmetric, workspaces
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_hosts import CudaHosts
 from agmm.runtime.cuda_portable import PortableGather, PortableScatter
@@ -55,6 +56,16 @@ def _between_hosts(
     return cuda_hosts.of(group, device) if cuda_hosts.why_apart(group, device) else None
 
 
+def shares_no_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks of a group do not reach each other's memory, the same on all of them: they are
+    on several hosts, or their GPUs have no peer access. Collective at first use."""
+    if hosts.spans(group):
+        return True
+    if device.type != "cuda" or group.size() == 1:
+        return False
+    return cuda_hosts.why_apart(group, device) not in (None, cuda_hosts.CAPTURED)
+
+
 def why_not(call: OpCall[Any]) -> str | None:
     """The reason why copies between the GPUs cannot serve a call that the library can multiply, or
     None. The same on all ranks, and collective at a group's first use."""
@@ -63,8 +74,8 @@ def why_not(call: OpCall[Any]) -> str | None:
         return f"device: found {device}, wanted cuda or cpu"
     if size == 1:
         return "group: 1 rank, which has nothing to send"
-    hosts, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
-    largest = max(map(hosts.count, hosts))
+    of_ranks, most = groups.of(call.group).hosts(), _core.MAX_COLLECTIVE_RANKS
+    largest = max(map(of_ranks.count, of_ranks))
     if largest > most:
         return f"group: {largest} ranks on a host, the portable path wants at most {most}"
     return symmetric.why_group_unfused(call.group, device, capabilities.COLLECTIVES)
@@ -81,22 +92,36 @@ def route(call: OpCall[Any], why_not_op: str | None, *, lasts: bool) -> Route:
     return Route(LIBRARY, reason) if reason else Route(PORTABLE, lasts=lasts)
 
 
-def instead(call: OpCall[Any], rows: int, *, lasts: bool) -> Route | None:
+def instead(call: OpCall[Any]) -> Route | None:
     """The route of a call on GPUs of which one has no kernel for matmuls; None for others, and for
-    those that go unfused.
-
-    Args:
-        rows: of A, of all ranks.
-        lasts: whether later calls of the same kind take the same route.
-    """
-    if call.device.type != "cuda" or (rows < PORTABLE_ROWS and not call.strict):
+    those that go unfused."""
+    if call.device.type != "cuda" or not _are_enough(call):
         return None
     reason = symmetric.why_group_unfused(call.group, call.device)
     if reason is None or why_not(call) is not None:
         return None
     if cuda_hosts.why_apart(call.group, call.device) is not None:
         return None  # messages have to be asked for, until a GPU has shown what they gain
-    return Route(PORTABLE, reason, lasts=lasts)
+    return Route(PORTABLE, reason, lasts=call.lasts_by_copies())
+
+
+def by_messages(call: OpCall[Any]) -> Route | None:
+    """The route of a call whose ranks share no memory, where AGMM_MESSAGES asks for messages; None
+    for others. The same on all ranks, and collective at a group's first use."""
+    if not _env.is_on(_env.MESSAGES) or call.group.size() == 1 or not _are_enough(call):
+        return None
+    call_plans.agree(call.group, call.device)  # which finds ranks that were asked otherwise
+    if not shares_no_memory(call.group, call.device):
+        return None
+    if call.device.type == "cpu":
+        return Route(PORTABLE, lasts=False)
+    return None if why_not(call) else Route(PORTABLE, lasts=call.lasts_by_copies())
+
+
+def _are_enough(call: OpCall[Any]) -> bool:
+    """Whether a call has the rows that it wants to take the portable path without being asked."""
+    rows = call.rows_by_copies()
+    return rows is not None and (rows >= PORTABLE_ROWS or call.strict)
 
 
 class ReadyGather(NamedTuple):

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm.ops import kept
+from agmm.ops import kept, scatter_plan
 from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_all_reduce import Fp8AllReduce
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_scaled_sum
+from agmm.planning.plans import Plan
 from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts
 
@@ -33,6 +34,7 @@ class _Arguments(NamedTuple):
     out_dtype: torch.dtype
     use_fast_accum: bool
     strict: bool = False
+    config: str = ""
 
     def products(self) -> ScaledProducts:
         return ScaledProducts(
@@ -43,21 +45,28 @@ class _Arguments(NamedTuple):
 
 def _impl(call: _Arguments) -> torch.Tensor:
     given, group = call.products(), groups.group_of_size(call.group_name, call.world_size)
-    return _run(_kind(given, call.strict), given, group, call.strict)
+    settings = call.strict, scatter_plan.named(call.config)
+    return _run(_kind(given, settings), given, group, settings)
 
 
-def _kind(given: ScaledProducts, strict: bool) -> Any:
+_Settings = tuple[bool, Plan | None]
+"""``strict``, and the plan that is asked for."""
+
+
+def _kind(given: ScaledProducts, settings: _Settings) -> Any:
     """The kind under which calls are kept."""
     *operands, out_dtype, fast_accum = given
-    return kept.kind_of_call((Fp8AllReduce.op, out_dtype, fast_accum, strict), *operands)
+    return kept.kind_of_call((Fp8AllReduce.op, out_dtype, fast_accum, *settings), *operands)
 
 
-def _run(kind: Any, given: ScaledProducts, group: dist.ProcessGroup, strict: bool) -> torch.Tensor:
+def _run(
+    kind: Any, given: ScaledProducts, group: dist.ProcessGroup, settings: _Settings
+) -> torch.Tensor:
     """Multiply and sum by a kept call, or as `serve` decides."""
     (A,), (B,), (scale_a,), (scale_b,), bias, result_scale, *_ = given
     found: torch.Tensor | None
     found = kept.call_kept(group, kind, A, B, bias, scale_a, scale_b, result_scale)
-    return serve(Fp8AllReduce(given, group, strict), kind) if found is None else found
+    return serve(Fp8AllReduce(given, group, *settings), kind) if found is None else found
 
 
 def _fake(call: _Arguments) -> torch.Tensor:
@@ -91,6 +100,7 @@ def scaled_matmul_all_reduce(
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
     strict: bool = False,
+    config: str | None = None,
 ) -> torch.Tensor:
     """``all_reduce((A * scale_a) @ (B * scale_b)) (+ bias)`` of fp8 operands. Collective.
 
@@ -122,6 +132,9 @@ def scaled_matmul_all_reduce(
         out_dtype: bf16, fp16, float32, or an fp8 dtype. fp8 results are cut at the largest number.
         use_fast_accum: let a GPU accumulate with less precision. No difference on the CPU.
         strict: raise `Unsupported` instead of taking the unfused path.
+        config: ``"portable"`` for copies, or messages between hosts, beside products of the
+            library, on GPUs of any generation from 8.0 on; ``"unfused"`` for the backend's
+            collective behind the product. By default as planned.
 
     Returns:
         ``out`` [M, ..., N], the same on all ranks.
@@ -135,15 +148,16 @@ def scaled_matmul_all_reduce(
     given = ScaledProducts(
         [A], [B], [scale_a], [scale_b], bias, result_scale, out_dtype, use_fast_accum
     )
-    kind = None if is_watched() else _kind(given, strict)
+    settings = strict, None if config is None else scatter_plan.named(config)
+    kind = None if is_watched() else _kind(given, settings)
     if kind is not None:
-        return _run(kind, given, groups.resolved(group), strict)
+        return _run(kind, given, groups.resolved(group), settings)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     # The check comes before the op's schema, which refuses what is no tensor in its own words.
     check_scaled_sum(given)
     out: torch.Tensor = torch.ops.agmm._scaled_matmul_all_reduce.default(
         *(A, B, scale_a, scale_b, bias, result_scale),
-        *(group_name, world_size, out_dtype, use_fast_accum, strict),
+        *(group_name, world_size, out_dtype, use_fast_accum, strict, config or ""),
     )
     return out

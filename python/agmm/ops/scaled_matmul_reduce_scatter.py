@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept
+from agmm.ops import kept, scatter_plan
 from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_scatter import Fp8Scatter
 from agmm.ops.library import define
@@ -21,7 +21,7 @@ from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts
 
 _Lists = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
-_Settings = tuple[int, str, torch.dtype, bool, bool]
+_Settings = tuple[int, str, torch.dtype, bool, bool, str]
 
 
 class _Arguments(NamedTuple):
@@ -40,6 +40,7 @@ class _Arguments(NamedTuple):
     out_dtype: torch.dtype
     use_fast_accum: bool
     strict: bool = False
+    config: str = ""
 
     def products(self) -> ScaledProducts:
         return ScaledProducts(*self[:6], self.out_dtype, self.use_fast_accum)
@@ -59,10 +60,11 @@ def _run(
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
     if found is not None:
         return found
-    scatter_dim, reduce_op, *_, strict = settings
+    scatter_dim, reduce_op, *_, strict, config = settings
     if not As:  # of which there is no call
         check_scaled_scatter(given, group.size(), scatter_dim, reduce_op)
-    return serve(Fp8Scatter(given, group, ScatterSettings(scatter_dim, reduce_op, strict)), kind)
+    of_call = ScatterSettings(scatter_dim, reduce_op, strict, scatter_plan.named(config))
+    return serve(Fp8Scatter(given, group, of_call), kind)
 
 
 def _fake(call: _Arguments) -> torch.Tensor:
@@ -107,6 +109,7 @@ def scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
     strict: bool = False,
+    config: str | None = None,
 ) -> torch.Tensor:
     """``reduce_scatter((A * scale_a) @ (B * scale_b)) (+ bias)`` of fp8 operands. Collective.
 
@@ -115,7 +118,7 @@ def scaled_matmul_reduce_scatter(
     cover its columns of A and rows of B. On the CPU agmm sends each rank its part as soon as it is
     computed, for any ``scatter_dim`` but the last: products and sums are made in float32, in the
     order of the ranks, and what goes to another rank is rounded to ``out_dtype`` (bf16 where that
-    is fp8). So do agmm's kernels on Hopper, tile by tile, with tensor-wise and row-wise scales, a
+    is fp8). So do agmm's kernels on Hopper, tile by tile, with all scales but block 1x128, a
     column-major B, a bf16 result and a bf16 bias or none. Else on CUDA it is ``torch._scaled_mm``
     where that has the scales, or float32, and the backend's reduce-scatter; of both agmm warns
     once. The op has no backward.
@@ -144,6 +147,7 @@ def scaled_matmul_reduce_scatter(
         out_dtype: bf16, fp16, float32, or an fp8 dtype. fp8 results are cut at the largest number.
         use_fast_accum: let a GPU accumulate with less precision. No difference on the CPU.
         strict: raise `Unsupported` instead of taking the unfused path.
+        config: see `scaled_matmul_all_reduce`.
 
     Returns:
         ``out`` [M / world_size, ..., N] for ``scatter_dim`` 0.
@@ -159,7 +163,8 @@ def scaled_matmul_reduce_scatter(
     given = ScaledProducts(
         *_lists(A, B, scale_a, scale_b), bias, result_scale, out_dtype, use_fast_accum
     )
-    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
+    scatter_plan.named(config)  # which refuses other names
+    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict, config or ""
     kind = None if is_watched() else kept.kind_of_call(settings, *given[:6])
     if kind is not None:
         return _run(kind, given, groups.resolved(group), settings)

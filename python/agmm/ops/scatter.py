@@ -113,13 +113,12 @@ class ScatterCall(SumCall):
             return Route(LIBRARY)
         if plan == BY_COPIES:
             return self.by_copies(self.why_no_dim())
+        by_messages = portable.by_messages(self)
+        if by_messages is not None:
+            return by_messages
         reason = self.why_not_fused()
         if reason is not None:
-            by_copies = None
-            if plan is None and self.why_no_dim() is None:
-                rows, lasts = self.A.shape[:-1].numel(), self.lasts_by_copies()
-                by_copies = portable.instead(self, rows, lasts=lasts)
-            return by_copies or self.otherwise(reason)
+            return portable.instead(self) or self.otherwise(reason)
         if plan is None and self.asks_a_plan():
             plan = self.choose(self.problem(), fused=self.strict)
             if self.trial is not None and plan.transport.needs == MESSAGES:
@@ -132,6 +131,10 @@ class ScatterCall(SumCall):
         if plan is None or plan.kernel is None:
             return self.otherwise("plan: the unfused path is faster", is_planned=True)
         return Route(KERNEL, plan=plan, lasts=self.lasts())
+
+    def rows_by_copies(self) -> int | None:
+        is_left_out = self.settings.plan or self.why_no_dim() or self.why_no_pieces()
+        return None if is_left_out else self.A.shape[:-1].numel()
 
     def otherwise(self, reason: str, *, is_planned: bool = False) -> Route:
         """The route of a call that agmm's kernel does not serve."""

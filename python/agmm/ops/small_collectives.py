@@ -19,6 +19,7 @@ from agmm.runtime.cuda_background import CudaBackground
 from agmm.runtime.cuda_collectives import ELEMENTS, CollectivesWorkspace
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
+from agmm.runtime.scaled import FP8
 from agmm.runtime.workspaces import collectives_workspace
 
 SUMMED = tuple(ELEMENTS)
@@ -286,7 +287,10 @@ def all_gathered(
         _look_through(shard, group, for_call)
         with contextlib.suppress(Unsupported):
             return gather(shard, group)
-    return collectives.start_all_gather(shard, group.group_name, 0, call=for_call)()
+    # The group's backend may move no fp8.
+    sent = shard.view(torch.uint8) if shard.dtype in FP8 else shard
+    found = collectives.start_all_gather(sent, group.group_name, 0, call=for_call)()
+    return found.view(shard.dtype)
 
 
 def _is_by_kernel(

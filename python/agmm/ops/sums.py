@@ -46,11 +46,6 @@ class SumCall(OpCall[torch.Tensor]):
         """The dtype of the result."""
 
     @abstractmethod
-    def why_no_kernel(self) -> str | None:
-        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
-        same on all ranks that call with the same shapes, dtypes and layouts."""
-
-    @abstractmethod
     def by_cpu(self, words: Call) -> torch.Tensor:
         """The sum by the CPU backend, as a matrix of rows."""
 
@@ -75,10 +70,6 @@ class SumCall(OpCall[torch.Tensor]):
             reason = why_not_op or self.why_no_kernel()
             return Route(LIBRARY, reason) if reason else Route(PORTABLE, lasts=False)
         return portable.route(self, why_not_op, lasts=self.lasts_by_copies())
-
-    def lasts_by_copies(self) -> bool:
-        """Whether later calls of the same kind take the portable path where this one does."""
-        return True
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -28,6 +29,18 @@ def kernels_of(
     else:
         return ()
     return tuple(map(KernelConfig.of, found))
+
+
+@cache
+def build() -> str:
+    """What tells this build from others whose plans may be other ones: agmm's version, the number
+    of its kernels, and a digest of them."""
+    facts = sorted(
+        f"{each.op} {each.kernel} {each.dtype} {each.accumulation} {each.epilogue} {each.b_layout}"
+        for each in _core.kernel_facts()
+    )
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    return f"{_core.__version__}/{len(facts)}/{digest}"
 
 
 @cache

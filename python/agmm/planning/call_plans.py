@@ -127,22 +127,24 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> tuple[list[tables.Tabl
     group learns plans.
 
     Raises:
-        AgmmError: some ranks learn plans and others do not, or AGMM_BATCH_INVARIANT differs; all
-            ranks raise.
+        AgmmError: some ranks learn plans and others do not, AGMM_BATCH_INVARIANT or AGMM_MESSAGES
+            differs, or the build of agmm; all ranks raise.
     """
     world_size = dist.get_world_size(group)
     learns = is_learning()
     settings = {
-        _env.LEARN: ("on" if learns else "off", " (agmm.learn_plans sets it, too)"),
-        _env.BATCH_INVARIANT: (_env.batch_invariant(), ""),
+        "build of agmm": (built_kernels.build(), " (its version, its kernels and their digest)"),
+        _env.LEARN.name: ("on" if learns else "off", " (agmm.learn_plans sets it, too)"),
+        _env.BATCH_INVARIANT.name: (_env.batch_invariant(), ""),
+        _env.MESSAGES.name: ("on" if _env.is_on(_env.MESSAGES) else "off", ""),
     }
     said = " ".join(value for value, _ in settings.values())
     for _ in range(_LOOKS if learns else 1):
         own = tables.user(gpu, world_size)
         digest = "" if own is None else own.digest
         found = _exchange(group, f"their tuned tables for {gpu}", f"{digest} {said}")
-        for i, (variable, (_, hint)) in enumerate(settings.items()):
-            _check_same(variable, [one.split(" ")[1 + i] for one in found], hint)
+        for i, (name, (_, hint)) in enumerate(settings.items()):
+            _check_same(name, [one.split(" ")[1 + i] for one in found], hint)
         if len(set(found)) == 1:
             break
     else:
@@ -154,13 +156,11 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> tuple[list[tables.Tabl
     return _tables(own, tables.packaged(gpu, world_size)), learns
 
 
-def _check_same(variable: _env.Variable, values: list[str], hint: str) -> None:
-    """Raises AgmmError where the ranks have several values of a variable."""
+def _check_same(name: str, values: list[str], hint: str) -> None:
+    """Raises AgmmError where the ranks have several values of a setting."""
     if len(set(values)) > 1:
         ranks = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(values))
-        raise AgmmError(
-            f"{variable.name}: found {ranks} of a group, wanted the same on all its ranks{hint}"
-        )
+        raise AgmmError(f"{name}: found {ranks} of a group, wanted the same on all its ranks{hint}")
 
 
 _wants_to_learn: bool | None = None

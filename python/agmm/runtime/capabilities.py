@@ -43,7 +43,8 @@ MATMULS = Feature("matmuls", _KERNELS_OF_MATMULS, _KERNELS_OF_MATMULS)
 """Their kernels are compiled for one architecture: they use its TMA, clusters and WGMMA."""
 COLLECTIVES = Feature("collectives", _OTHER_KERNELS)
 QUANTISERS = Feature("quantisers", _OTHER_KERNELS)
-FEATURES = (MATMULS, COLLECTIVES, QUANTISERS)
+GRADIENTS = Feature("gradients of activations", _OTHER_KERNELS)
+FEATURES = (MATMULS, COLLECTIVES, QUANTISERS, GRADIENTS)
 
 
 def _words(version: _Version) -> str:

@@ -23,7 +23,8 @@ from agmm.runtime.rank_sums import Total
 from agmm.runtime.spanning import Message
 from agmm.runtime.workspaces import collectives_workspace, portable_gathers, portable_scatters
 
-_CAPTURED = "workspace: found the group's first call during CUDA graph capture, wanted one before"
+CAPTURED = "workspace: found the group's first call during CUDA graph capture, wanted one before"
+"""What `why_apart` says where it cannot be found out."""
 
 _why_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
 _why_apart = weakref.WeakKeyDictionary()
@@ -38,7 +39,7 @@ def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
         with groups.of(group).lock:
             found, workspace = "", collectives_workspace(group, device)
             if not workspace.is_ready and torch.cuda.is_current_stream_capturing():
-                return _CAPTURED  # which later calls are not told
+                return CAPTURED  # which later calls are not told
             try:
                 workspace.ensure(SLOT_BYTES)
             except Unsupported as error:
@@ -56,7 +57,7 @@ def of(group: dist.ProcessGroup, device: torch.device) -> CudaHosts:
     by_device = _found.setdefault(group, {})
     if device.index not in by_device:
         if torch.cuda.is_current_stream_capturing():
-            raise Unsupported(_CAPTURED)
+            raise Unsupported(CAPTURED)
         with groups.of(group).lock:
             by_device[device.index] = CudaHosts(group, device)
     return by_device[device.index]

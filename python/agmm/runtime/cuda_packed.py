@@ -61,7 +61,7 @@ class CudaPackedWeight:
         """
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, bias)):
             raise InvalidArgument(
-                "a, bias: found requires_grad=True, wanted a call under torch.no_grad(): the "
+                "a, b: found requires_grad=True, wanted a call under torch.no_grad(): the "
                 "product has no backward"
             )
         if a.dtype != torch.bfloat16 or a.dim() != 2 or a.shape[1] != self.K:

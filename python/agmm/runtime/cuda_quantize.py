@@ -9,13 +9,14 @@ from agmm.runtime import capabilities
 from agmm.runtime.scaling import ALL, BLOCK, Tile, scale_shape
 from agmm.runtime.streams import stream_of
 
-_ADDRESS_MULTIPLE = 16  # bytes that a thread reads at once
+ADDRESS_MULTIPLE = 16  # bytes that a thread reads at once
 
-_SCALE_OF = {
+SCALE_OF = {
     (1, ALL): _core.ScaleOf.row,
     (1, BLOCK): _core.ScaleOf.block,
     (ALL, ALL): _core.ScaleOf.matrix,
     (ALL, 1): _core.ScaleOf.column,
+    (BLOCK, BLOCK): _core.ScaleOf.square,
 }
 """What the kernels call the tile that a scale of a row-major matrix covers."""
 
@@ -79,7 +80,7 @@ def amax_of(x: torch.Tensor, tile: Tile = (ALL, ALL)) -> torch.Tensor | None:
         _core.find_amax(
             x.data_ptr(),
             given,
-            _SCALE_OF[tile],
+            SCALE_OF[tile],
             x.shape[0],
             x.shape[1],
             amax.data_ptr(),
@@ -101,7 +102,7 @@ def _is_readable(x: torch.Tensor) -> bool:
         capabilities.why_not(capabilities.QUANTISERS, x.device) is None
         and x.is_contiguous()
         and x.shape[1] % _core.QUANTIZE_MULTIPLE == 0
-        and x.data_ptr() % _ADDRESS_MULTIPLE == 0
+        and x.data_ptr() % ADDRESS_MULTIPLE == 0
     )
 
 
@@ -120,7 +121,7 @@ def _of_rows(
     *,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    scale_of = _SCALE_OF.get(tile)
+    scale_of = SCALE_OF.get(tile)
     given = _given_dtype(x)
     if scale_of is None or given is None or not (amax is None or tile in _WITH_AMAX):
         return None

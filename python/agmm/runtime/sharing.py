@@ -34,7 +34,7 @@ def agree(known: Group, device: torch.device, slot_bytes: int, captured: bool) -
     """
     rendezvous.made.note_torchs()
     own, made = links.uuid(device.index), rendezvous.made
-    told = json.dumps([slot_bytes, own, made.count, captured, made.failed])
+    told = json.dumps([slot_bytes, own, made.count, captured, made.failed, versions()])
     found = [json.loads(each) for each in known.exchange("the size of a workspace", told)]
     sizes = sorted({entry[0] for entry in found})
     if len(sizes) > 1:
@@ -43,9 +43,9 @@ def agree(known: Group, device: torch.device, slot_bytes: int, captured: bool) -
             "with the same shapes on all ranks"
         )
     hosts = len(set(known.hosts()))
-    uuids, counts, failures = ([entry[i] for entry in found] for i in (1, 2, 4))
+    uuids, counts, failures, of_ranks = ([entry[i] for entry in found] for i in (1, 2, 4, 5))
     try:
-        reason = _why_not(hosts, uuids, counts, failures)
+        reason = _why_not(hosts, uuids, counts, failures) or _why_no_version(of_ranks)
     except Exception as e:  # the other ranks wait to hear of it
         reason = f"group: {reason_of(e)}"
     # Ranks may see different GPUs.
@@ -77,6 +77,26 @@ def _why_not(
             "torch's rendezvous would hang; call in the group with more ranks first"
         )
     return _why_no_peer_access(uuids)
+
+
+def versions() -> dict[str, str]:
+    """What processes have to have in common to map each other's memory: the driver's part of each
+    process, which a container may bring along, maps it, and torch exchanges the handles."""
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return {
+        "CUDA drivers": f"{driver // 1000}.{driver % 1000 // 10}",
+        "versions of torch": ".".join(torch.__version__.split(".")[:2]),
+    }
+
+
+def _why_no_version(of_ranks: Sequence[dict[str, str]]) -> str:
+    """The reason why ranks with such `versions` share no memory, or ""."""
+    for name in of_ranks[0]:
+        found = [each[name] for each in of_ranks]
+        if len(set(found)) > 1:
+            ranks = ", ".join(f"{version} on rank {rank}" for rank, version in enumerate(found))
+            return f"group: found {name} {ranks}, wanted one: their processes share no memory"
+    return ""
 
 
 def _why_no_peer_access(uuids: Sequence[str]) -> str:

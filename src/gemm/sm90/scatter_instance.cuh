@@ -114,6 +114,17 @@ struct ScatterInstance {
       }
       mainloop.products[i].k = product.k;
     }
+    if constexpr (Mainloop::kScalesBlocks) {
+      Scales const& scales = call.products[0].scales;
+      BlockScaleArgs& args = mainloop.scales.block_scales;
+      args.a = scales.a;
+      args.b = scales.b;
+      args.b_k = scales.b_k_stride;
+      args.b_n = scales.b_n_stride;
+      args.rows = call.rows;
+      args.columns = call.n;
+      args.k_tiles = ceil_div(call.products[0].k, TileK);
+    }
     gemm.problem_shape = {tiles.padded_rows(), call.n, Mainloop::all_k_tiles(mainloop) * TileK, 1};
     gemm.epilogue.ptr_D = static_cast<Element*>(call.out);
     get<0>(gemm.epilogue.dD) = int64_t(call.out_columns());

@@ -7,6 +7,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "gemm/scatter_spec.hpp"
+#include "gemm/sm90/block_scales.hpp"
 #include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "order/scatter_tiles.hpp"
@@ -18,11 +19,37 @@ template <class Base, bool kSplits, bool kTimed, Accumulation kAccumulation = Ac
 struct ScatterMainloop : Base {
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
-  using typename Base::TensorStorage;
   using typename Base::TileShape;
   static constexpr int kMaxProducts = ScatterSpec::kMaxProducts;
   static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
+
+  /// Block scales are the mainloop's, not the epilogue's. They are this rank's own, and there
+  /// before the kernel starts.
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static_assert(!kScalesBlocks || (!kSplits && cute::size(typename Base::TiledMma{}) == 256),
+                "the warps of cooperative kernels have scales of their own");
+  using SumsLayout = typename decltype(cute::partition_fragment_C(
+      typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;
+  using ScalesOfBlocks =
+      BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
+                  2 * cute::size<0>(SumsLayout{}),
+                  cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarpGroup,
+                  kAccumulation == Accumulation::Block1x128>;
+  struct NoBlockScales {};
+  struct BlockScaleStorage {
+    TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
+    typename ScalesOfBlocks::Held
+        scales[cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarp];
+  };
+  struct TensorStorage : Base::TensorStorage,
+                         cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {};
+  /// The scales of the only product.
+  struct BlockScaleParams {
+    BlockScaleArgs block_scales;
+  };
+  using ScaleParams = cute::conditional_t<kScalesBlocks, BlockScaleParams, NoBlockScales>;
 
   /// A_i is [rows, k], all with the same rows, B_i [k, n].
   struct Product {
@@ -36,9 +63,10 @@ struct ScatterMainloop : Base {
     int32_t rows = 0;
     ScatterTiles tiles{};
     ScatterTimes* times = nullptr;
+    ScaleParams scales{};
   };
 
-  struct Params : Base::Params {  // of the first product
+  struct Params : Base::Params, ScaleParams {  // of the first product
     typename Base::Params others[kMaxProducts - 1];
     int32_t k_tiles[kMaxProducts];
     int32_t count;
@@ -62,7 +90,7 @@ struct ScatterMainloop : Base {
           cute::make_shape(args.rows, int32_t(cute::get<1>(problem)), product.k, int32_t(1));
       return Base::to_underlying_arguments(own, product.operands, workspace);
     };
-    Params params{of(0), {}, {}, args.count, args.tiles, args.times};
+    Params params{of(0), args.scales, {}, {}, args.count, args.tiles, args.times};
     for (int i = 0; i < kMaxProducts; ++i) {
       if (i > 0) params.others[i - 1] = of(i);
       params.k_tiles[i] = i < args.count ? ceil_div(args.products[i].k, kTileK) : 0;
@@ -118,8 +146,12 @@ struct ScatterMainloop : Base {
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState stage, FrgTensorC& accumulators,
                           int k_tile_count, int thread_idx, TensorStorage& shared_tensors,
                           Params const& params) {
-    static_assert(!is_block_scaled(kAccumulation));
-    if constexpr (kAccumulation == Accumulation::Slow) {
+    if constexpr (kScalesBlocks) {
+      ScalesOfBlocks const scales(params.block_scales, shared_tensors.tile_starts,
+                                  shared_tensors.scales, thread_idx);
+      promoting_mma<Base>(pipeline, stage, accumulators, k_tile_count, thread_idx, shared_tensors,
+                          scales);
+    } else if constexpr (kAccumulation == Accumulation::Slow) {
       promoting_mma<Base>(pipeline, stage, accumulators, k_tile_count, thread_idx, shared_tensors,
                           NoScales{});
     } else {
@@ -138,6 +170,18 @@ struct ScatterMainloop : Base {
     using namespace cute;
     // A tile that only pads its chunk takes rows of the next one, which nobody stores.
     int32_t const row = params.tiles.a_row(int32_t(get<0>(blk_coord)) * kTileM);
+    if constexpr (kScalesBlocks) {
+      // The consumers find where the tile begins beside its first k tile. The place is written once
+      // they have read what the stage had, and before they are told of this tile: by the lane that
+      // tells them, which Base::load() elects in the same way, and whose arrival at the stage
+      // releases what it wrote.
+      if (elect_one_sync()) {
+        while (pipeline.producer_try_acquire(stage) != cutlass::BarrierStatus::WaitDone) {
+        }
+        shared_tensors.tile_starts[stage.index()] = {row, int32_t(get<1>(blk_coord)) * kTileN};
+        asm volatile("" ::: "memory");  // CUTLASS's arrival at the stage clobbers nothing
+      }
+    }
     auto const a = domain_offset(make_coord(row, _0{}, _0{}, _0{}, _0{}), get<0>(inputs));
     auto const coord = make_coord(_0{}, get<1>(blk_coord), get<2>(blk_coord), get<3>(blk_coord));
     if (params.count == 1) {

@@ -12,7 +12,13 @@ from math import ceil
 
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, Problem, portable_pieces
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    Problem,
+    portable_pieces,
+)
 
 _MATMUL_SHARE = 0.72
 """The matmul_tflops of an H100, 713, over the 989 of its data sheet."""
@@ -62,16 +68,21 @@ class Card:
         return _PRODUCT_US + 1e-3 * nbytes / (self.memory_gb_per_s * _MEMORY_SHARE)
 
 
-_NVLINK_4 = "per direction, half of what the sheet says of both"
+_BOTH_WAYS = "per direction, half of what the sheet says of both"
 _SHEETS = (
-    ("nvidia-a100-sxm4-80gb", 312, 0, 2039, 300, f"NVLink {_NVLINK_4}"),
-    ("nvidia-a100-sxm4-40gb", 312, 0, 1555, 300, f"NVLink {_NVLINK_4}"),
+    ("nvidia-a100-sxm4-80gb", 312, 0, 2039, 300, f"NVLink {_BOTH_WAYS}"),
+    ("nvidia-a100-sxm4-40gb", 312, 0, 1555, 300, f"NVLink {_BOTH_WAYS}"),
+    ("nvidia-a100-pcie-40gb", 312, 0, 1555, 32, "PCIe 4.0 x16, without an NVLink bridge"),
     ("nvidia-a100-80gb-pcie", 312, 0, 1935, 32, "PCIe 4.0 x16, without an NVLink bridge"),
     ("nvidia-l40s", 362, 733, 864, 32, "PCIe 4.0 x16"),
-    ("nvidia-b200", 2250, 4500, 8000, 900, f"NVLink {_NVLINK_4}"),
+    ("nvidia-b200", 2250, 4500, 8000, 900, f"NVLink {_BOTH_WAYS}"),
     (
         "nvidia-rtx-pro-6000-blackwell-server-edition",
-        *(503, 1007, 1597, 64, "PCIe 5.0 x16; TFLOPS: a quarter and a half of 2 PFLOPS in fp8"),
+        *(500, 1000, 1597, 64, "PCIe 5.0 x16; TFLOPS: half of 1 and 2 PFLOPS with sparsity"),
+    ),
+    (
+        "nvidia-rtx-pro-6000-blackwell-workstation-edition",
+        *(500, 1000, 1792, 64, "PCIe 5.0 x16; TFLOPS: an eighth and a quarter of 4000 in fp4"),
     ),
 )
 """The numbers of NVIDIA's data sheets: dense TFLOPS of 16 bits and of fp8 (half of those that the
@@ -195,12 +206,14 @@ def _gather_us(
 
 
 def between_hosts_us(card: Card, problem: Problem, hosts: int, network_gb_per_s: float) -> float:
-    """The predicted time of an all-gather + matmul of ranks on several hosts of as many ranks each,
-    on paper: nobody has measured one.
+    """The predicted time of a call by messages, of ranks on several hosts of as many ranks each, on
+    paper: nobody has measured one.
 
     Args:
         network_gb_per_s: what each rank sends to other hosts, in one direction.
     """
+    if problem.op != ALL_GATHER_MATMUL:
+        return _sum_between_hosts_us(card, problem, hosts, network_gb_per_s)
     m, n, k, size, is_fp8 = _of(problem)
     rows, local = m // size, size // hosts
     pieces = portable_pieces(rows)
@@ -208,7 +221,7 @@ def between_hosts_us(card: Card, problem: Problem, hosts: int, network_gb_per_s:
     product = rows, n, k, is_fp8
     # The own host's rows, as on one host.
     computed = _gather_us(card, product, local, pieces, card.copy_us(nbytes))
-    message = 1e-3 * nbytes * (hosts - 1) / (network_gb_per_s * _NETWORK_SHARE) / pieces
+    message = _sent_us(nbytes * (hosts - 1) / pieces, network_gb_per_s)
     piece = card.matmul_us(ceil(rows / pieces), n, k, is_fp8=is_fp8)
     for i in range(pieces):
         come = _CALL_US + (i + 1) * (message + _MESSAGE_US)
@@ -221,17 +234,49 @@ def between_hosts_us(card: Card, problem: Problem, hosts: int, network_gb_per_s:
     return computed
 
 
+def _sum_between_hosts_us(card: Card, problem: Problem, hosts: int, network: float) -> float:
+    """The predicted time of a sum by messages: each host adds up for the ranks of the others first,
+    and sends while it goes on."""
+    m, n, k, size, is_fp8 = _of(problem)
+    rows, local = m // size, size // hosts
+    nbytes = rows * n * ELEMENT_BYTES
+    # What one rank of each host gets of this one: products for all ranks of a host, then their sum.
+    inside = replace(problem, m=rows * local, op=MATMUL_REDUCE_SCATTER, world_size=local)
+    alone = card.matmul_us(rows, n, k, is_fp8=is_fp8)
+    round_us = portable_us(card, inside) if local > 1 else alone
+    computed = sent = 0.0
+    for _ in range(hosts - 1):
+        computed += round_us
+        sent = max(sent, computed) + _MESSAGE_US + _sent_us(nbytes, network)
+    done = max(sent, computed + round_us) + card.memory_us((hosts + 1) * nbytes)
+    if problem.op == MATMUL_ALL_REDUCE:
+        done += _exchange_us(card, size * nbytes, size, hosts, network)
+    return done
+
+
 def unfused_between_hosts_us(
     card: Card, problem: Problem, hosts: int, network_gb_per_s: float
 ) -> float:
-    """The predicted time of an all-gather over several hosts, then the library's matmul."""
+    """The predicted time of the library's matmul and a collective over several hosts."""
     m, n, k, size, is_fp8 = _of(problem)
-    nbytes = m * k * (1 if is_fp8 else ELEMENT_BYTES)
-    # Along rails, all ranks at a time: each brings in its share of the other hosts' rows.
-    network = 1e-3 * nbytes * (hosts - 1) / hosts / (size // hosts)
-    network /= network_gb_per_s * _NETWORK_SHARE
-    inside = card.copy_us((size - hosts) / size * nbytes)
-    return _MESSAGE_US + max(network, inside) + card.matmul_us(m, n, k, is_fp8=is_fp8)
+    is_gather = problem.op == ALL_GATHER_MATMUL
+    nbytes = m * k * (1 if is_fp8 else ELEMENT_BYTES) if is_gather else m * n * ELEMENT_BYTES
+    steps = 2 if problem.op == MATMUL_ALL_REDUCE else 1
+    exchange = _exchange_us(card, nbytes, size, hosts, network_gb_per_s)
+    return steps * exchange + card.matmul_us(m, n, k, is_fp8=is_fp8)
+
+
+def _sent_us(nbytes: float, network_gb_per_s: float) -> float:
+    return 1e-3 * nbytes / (network_gb_per_s * _NETWORK_SHARE)
+
+
+def _exchange_us(
+    card: Card, nbytes: float, size: int, hosts: int, network_gb_per_s: float
+) -> float:
+    """The time of a collective of so many bytes of all ranks: along rails, all ranks at a time, of
+    which each brings in its share of the other hosts' rows."""
+    network = _sent_us(nbytes * (hosts - 1) / hosts / (size // hosts), network_gb_per_s)
+    return _MESSAGE_US + max(network, card.copy_us((size - hosts) / size * nbytes))
 
 
 def _of(problem: Problem) -> tuple[int, int, int, int, bool]:
