@@ -130,10 +130,10 @@ def test_candidates_of_an_all_reduce(m: int) -> None:
 def test_options_of_an_all_reduce_are_those_of_its_calls() -> None:
     """Rows are filled up to what the ranks share, as in the calls; each shape stands once."""
 
-    def of(device: str = "cuda", dtype: torch.dtype | None = None, **others: bool) -> Any:
+    def of(device: str = "cuda", dtype: torch.dtype | None = None, returns: bool = False) -> Any:
         shapes = [Shape(17, 8, 8), Shape(20, 8, 8)]
         return tuning_session.TuningOptions.of(
-            device, 4, shapes, dtype, op=MATMUL_ALL_REDUCE, **others
+            device, 4, shapes, dtype, op=MATMUL_ALL_REDUCE, return_A=returns
         )
 
     assert of().shapes == (Shape(20, 8, 8),)
@@ -142,7 +142,7 @@ def test_options_of_an_all_reduce_are_those_of_its_calls() -> None:
     with pytest.raises(InvalidArgument, match=r"dtype: found .*e4m3fn with matmul_all_reduce"):
         of(dtype=torch.float8_e4m3fn)
     with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
-        of(return_A=True)
+        of(returns=True)
 
 
 def test_candidates_of_a_scatter_with_few_tiles_split_k() -> None:

@@ -50,9 +50,7 @@ def _how_uncertain(problem: Problem, plan: Plan) -> str:
     found = uncertainty(problem, plan)
     if found is None:
         return "not known: no shapes of such calls were held back from the fit"
-    return (
-        f"{found:.0%}: nine in ten shapes held back from the fit were predicted as closely"
-    )
+    return f"{found:.0%}: nine in ten shapes held back from the fit were predicted as closely"
 
 
 def _beside_roof(problem: Problem, choice: Choice) -> str:
