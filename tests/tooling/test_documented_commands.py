@@ -1,5 +1,5 @@
-"""The commands that README and documentation show: their options, values, modules and targets are
-there. None is run."""
+"""What README and documentation show and no test can run: the options, values, modules and targets
+of commands are there, and programs for GPUs run dry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import typer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from typer.main import get_command
 
 from agmm.cli.app import app
@@ -109,3 +112,32 @@ def test_commands_are_found_on_the_pages() -> None:
     found = [line for page in PAGES for line in _lines(page.read_text()) if _of_agmm(_words(line))]
     assert len(found) > 60
     assert importlib.util.find_spec("agmm.__main__") is not None
+
+
+# --- programs for GPUs ---
+
+_PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAMS = {
+    str(page.relative_to(REPOSITORY)): code
+    for page in PAGES
+    for code in _PROGRAM.findall(page.read_text())
+    if 'init_process_group("nccl")' in code
+}
+
+
+@pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS)
+def test_programs_for_gpus_run_dry(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of the fake backend, with CPU tensors of a 64th of each size."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    small = re.sub(r"\d{4,}", lambda found: str(int(found[0]) // 64), code)
+    there = small.replace(', device="cuda"', "").replace(
+        'init_process_group("nccl")', "is_initialized()"
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        exec(compile(there, "documentation", "exec"), {})
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
