@@ -114,6 +114,7 @@ def test_tune_a_scatter(folder: Path) -> None:
     assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
 
 
+@pytest.mark.slow
 def test_plans_of_an_all_reduce_are_checked_and_timed() -> None:
     """The session of CPU ranks, which the command refuses since their calls ask no table."""
     shape = Shape(16, 8, 24)
