@@ -1,4 +1,4 @@
-"""Draw every picture of the documentation that comes from a report, into one folder.
+"""Draw every picture of the documentation but timelines, into one folder.
 
     python -m benchmarks.pictures docs/images
 
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from agmm.bench import plots, reports
-from benchmarks import alone, predict_collectives
+from benchmarks import alone, architecture, predict_collectives
 
 RESULTS = Path(__file__).parent / "results"
 BENCH = ("nvidia-h200-x4", "scatter/nvidia-h200-x4", "all_reduce/nvidia-h200-x4")
@@ -48,6 +48,8 @@ def draw(folder: Path) -> list[Path]:
     written.append(folder / "time-all_reduce-nvidia-h200-x4-x8.png")
     gpu = measured["machine"]["device_name"]
     predict_collectives.plot("all_reduce", [measured], [4, 8], gpu, written[-1])
+    written.append(folder / architecture.NAME)
+    architecture.draw(written[-1])
     return written
 
 

@@ -28,6 +28,11 @@ def reason_of(error: Exception) -> str:
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
+def why_unread(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file could not be read, without its name."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def warn_once(message: str) -> None:
     """Gives a warning once in a process, whatever the filters say, at the line that called agmm."""
     if message not in _warned:

@@ -24,7 +24,8 @@ from agmm.testing.reference import relative_error
 
 _WORDS, _HIDDEN, _BETWEEN = 768, 384, 1152
 _LIMIT = 0.03
-"""The error of bfloat16 against float32 in three products one behind the other, and their sums."""
+"""The relative error that bfloat16 may have against float32, in three products one behind the other
+and in their sums. It is a choice."""
 
 
 class Feed(torch.nn.Module):

@@ -14,8 +14,9 @@ from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import why_illegal
+from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, Row
-from agmm.planning.problems import ALL_GATHER_MATMUL, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, Problem
 from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key
 from agmm.testing.ranks import RankPool
@@ -50,6 +51,24 @@ def test_tune(return_A: bool) -> None:
         assert row.m == shape.M
         assert why_illegal(problem, row.plan, kernels_of(ALL_GATHER_MATMUL, "bfloat16")) is None
     assert list(tuner.tune(options)) == []
+
+
+def test_tune_an_all_reduce() -> None:
+    """The row of a call is found again, whatever its plan."""
+    options = tuning_session.TuningOptions.of(
+        "cuda", 2, [Shape(2047, 1024, 2048)], op=MATMUL_ALL_REDUCE
+    )
+    (outcome,) = tuner.tune(options)
+    assert outcome.failures == [] and outcome.row is not None
+    assert {plan.transport.name for plan in outcome.medians} >= {"scatter", "unfused"}
+    assert outcome.row.unfused_us is not None
+    assert outcome.row.us <= 1.05 * outcome.row.unfused_us
+    problem = outcome.problem
+    tables.save(problem.gpu, 2, [(Key.of(problem), outcome.row)])
+    table = tables.user(problem.gpu, 2)
+    assert table is not None
+    found = Planner(kernels_of, [table]).choose(problem)
+    assert (problem.m, found.plan) == (2048, outcome.row.plan)
 
 
 def test_the_op_is_unfused_where_the_table_says_so() -> None:

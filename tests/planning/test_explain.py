@@ -432,10 +432,12 @@ def test_all_reduces(problem: Problem, plan: str) -> None:
     assert f"plan: {plan}" in text
     assert text.count("(the plan)") == 1
     assert ("cannot compute it: B: found N=8190" in text) == (problem.n == 8190)
+    assert ("(agmm tune --op matmul_all_reduce does it)" in text) == (problem.n != 8190)
 
 
 def test_all_reduces_on_the_cpu_and_bad_input() -> None:
-    assert "plan: agmm's own" in said_of_all_reduce(Problem(63, 10, 20, world_size=4, gpu=CPU))
+    on_cpu = said_of_all_reduce(Problem(63, 10, 20, world_size=4, gpu=CPU))
+    assert "plan: agmm's own" in on_cpu and "measured" not in on_cpu
     problem = Problem(64, 64, 64, world_size=4)
     with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
         said_of_all_reduce(replace(problem, return_A=True))

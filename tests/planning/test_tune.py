@@ -114,6 +114,21 @@ def test_tune_a_scatter(folder: Path) -> None:
     assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
 
 
+@pytest.mark.slow
+def test_plans_of_an_all_reduce_are_checked_and_timed() -> None:
+    """The session of CPU ranks, which the command refuses since their calls ask no table."""
+    shape = Shape(16, 8, 24)
+    options = tuning_session.TuningOptions(
+        "cpu", 2, (shape,), torch.float32, op="matmul_all_reduce"
+    )
+    outcome = tuner.Outcome(shape, replace(PROBLEM, op="matmul_all_reduce"), Plan("push"))
+    with tuner.Ranks(options) as ranks:
+        span = tuner.Span(tuner.Silent(), 0.0, 1.0, str(shape))
+        tuner.tune_shape(outcome, (), options, ranks, span)
+    assert outcome.failures == [] and outcome.row is not None
+    assert set(outcome.medians) == {Plan("push"), UNFUSED}
+
+
 def test_tune_fp8(folder: Path) -> None:
     shapes = [Shape(16, 8, 32)]
     options = tuning_session.TuningOptions.of(

@@ -25,7 +25,13 @@ from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
-from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.problems import (
+    CPU,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Problem,
+)
 from agmm.planning.shapes import Shape
 from agmm.planning.tables import TableError
 
@@ -100,6 +106,43 @@ def test_candidates_of_a_scatter(m: int) -> None:
     assert all(why_illegal(problem, plan, SENDERS) is None for plan in more)
     on_cpu = candidates.candidates(replace(problem, gpu=CPU), (), Plan("push"))
     assert on_cpu == [Plan("push"), UNFUSED]
+
+
+@pytest.mark.parametrize("m", [1024, 8192])
+def test_candidates_of_an_all_reduce(m: int) -> None:
+    """Lagged plans and plans that scatter, each by its own kernels, in all orders later."""
+    problem = replace(SCATTER, m=m, op=MATMUL_ALL_REDUCE)
+    finishers = default_kernels(MATMUL_ALL_REDUCE)
+    old = Plan("scatter", usual_scatter_order(SENDERS[0]))
+    plans = candidates.candidates(problem, finishers, old, SENDERS)
+    ways = {plan.transport.name for plan in plans}
+    assert ways == {"lagged", "scatter", "unfused"} and len(set(plans)) == len(plans)
+    assert plans[0] == old
+    more = candidates.other_orders({plan: 1.0 + i for i, plan in enumerate(plans)})
+    for plan in (*plans, *more):
+        kernels = SENDERS if plan.transport.name == "scatter" else finishers
+        assert why_illegal(problem, plan, kernels) is None
+    assert len(more) == 2 * 7
+    on_cpu = candidates.candidates(replace(problem, gpu=CPU), (), UNFUSED)
+    assert on_cpu == [UNFUSED, Plan("push")]
+
+
+def test_options_of_an_all_reduce_are_those_of_its_calls() -> None:
+    """Rows are filled up to what the ranks share, as in the calls; each shape stands once."""
+
+    def of(device: str = "cuda", dtype: torch.dtype | None = None, returns: bool = False) -> Any:
+        shapes = [Shape(17, 8, 8), Shape(20, 8, 8)]
+        return tuning_session.TuningOptions.of(
+            device, 4, shapes, dtype, op=MATMUL_ALL_REDUCE, return_A=returns
+        )
+
+    assert of().shapes == (Shape(20, 8, 8),)
+    with pytest.raises(InvalidArgument, match="device: found cpu with matmul_all_reduce"):
+        of("cpu")
+    with pytest.raises(InvalidArgument, match=r"dtype: found .*e4m3fn with matmul_all_reduce"):
+        of(dtype=torch.float8_e4m3fn)
+    with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
+        of(returns=True)
 
 
 def test_candidates_of_a_scatter_with_few_tiles_split_k() -> None:

@@ -79,7 +79,12 @@ def test_version() -> None:
         (["demoo"], ["demoo", "demo"]),
         (["demo", "--ouput", "x.png"], ["--ouput", "--output"]),
         (["demo", "--device", "tpu"], ["tpu", "cuda"]),
-        (["tune", "--op", "matmul_all_reduce"], ["matmul_all_reduce", "agmm explain"]),
+        (["tune", "--op", "all_gather"], ["matmul_all_reduce", "agmm explain"]),
+        (
+            ["tune", "--op", "matmul_all_reduce", "--device", "cpu", "--shapes", "8x8x8"],
+            ["device: found cpu", "one plan on CPU ranks"],
+        ),
+        (["explain", "--op", "allredcue"], ["did you mean", "all_reduce"]),
         (["bench", "--ways", "agm"], ["found 'agm'", "did you mean 'agmm'?"]),
         (["bench", "--shapes", "12x", "--device", "cpu"], ["found '12x'", "wanted MxNxK"]),
         (

@@ -297,6 +297,28 @@ def test_gains_of_the_block_are_those_of_the_report() -> None:
         assert f"| {entry['tokens']} | {entry['pass']} | {gains} |" in text
 
 
+def test_each_public_header_is_in_the_table() -> None:
+    text = (DOCS / "reference" / "cpp.md").read_text()
+    headers = {path.name for path in (REPOSITORY / "include" / "agmm").glob("*.hpp")}
+    assert set(re.findall(r"^\| `(\w+\.hpp)` \|", text, re.MULTILINE)) == headers
+
+
+# --- the site ---
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    """The plugin that lets files be searched names a script of another site, unless one of such a
+    name is given."""
+    found = re.search(
+        r"^  polyfills: \[(\S*iframe-worker\S*)\]",
+        (REPOSITORY / "mkdocs.yml").read_text(),
+        re.MULTILINE,
+    )
+    assert found is not None
+    for script in (found[1], "site.css"):
+        assert "://" not in (DOCS / script).read_text()
+
+
 # --- code ---
 
 

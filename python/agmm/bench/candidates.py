@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
     across,
+    all_reduce_plans,
     chunkings,
     orders,
     scatter_plans,
@@ -17,7 +18,13 @@ from agmm.planning.heuristics import (
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import GATHERED, UNFUSED, Plan
 from agmm.planning.predictions import predict_us
-from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.problems import (
+    CPU,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Problem,
+)
 from agmm.planning.transports import SmPush, copy_transports
 
 PRUNE_FACTOR = 1.3
@@ -25,12 +32,20 @@ PRUNE_FACTOR = 1.3
 KERNELS_IN_ALL_ORDERS = 2
 
 
-def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
+def candidates(
+    problem: Problem,
+    kernels: Sequence[KernelConfig],
+    old: Plan,
+    of_scatter: Sequence[KernelConfig] = (),
+) -> list[Plan]:
     """The plans to check at first: each kernel that the cost model leaves, in its usual order, and
     also across the chunks where it would read B anew for each; the unfused path; a gather by agmm's
-    kernel and torch's fused op where they are legal; and the plan in use."""
+    kernel and torch's fused op where they are legal; and the plan in use. A matmul + all-reduce may
+    also have kernels of a matmul + reduce-scatter, ``of_scatter``."""
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
+    elif problem.op == MATMUL_ALL_REDUCE:
+        plans = _without_slow_kernels(problem, all_reduce_plans(problem, kernels, of_scatter))
     elif problem.gpu == CPU:
         plans = chunkings(problem)
     else:

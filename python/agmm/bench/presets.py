@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agmm.bench import moe_presets
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, why_unread
 from agmm.planning.problems import ALL_GATHER_MATMUL, COLLECTIVES, MOE, UNDIVIDED
 from agmm.planning.shapes import AnyShape, MoEShape, Shape, TensorShape
 
@@ -269,7 +269,7 @@ def _text_of(file: Path) -> str:
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"file: {file} cannot be read ({error})") from None
+        raise InvalidArgument(f"file: {file} cannot be read ({why_unread(error)})") from None
     return ",".join(line.partition("#")[0] for line in lines)
 
 

@@ -10,7 +10,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.ops.pipeline import KERNEL
 from agmm.ops.recordings import RecordedCall
-from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE
 from agmm.planning.shapes import Shape
 
 
@@ -117,8 +117,8 @@ def _why_not(call: RecordedCall, ranks: int) -> str | None:
     kind = call.kind
     if kind.world_size != ranks:
         return f"call: found {kind.world_size} ranks, this run has {ranks}"
-    if call.planned_op not in OPS:
-        return "call: nothing measures this op alone"
+    if call.planned_op == MATMUL_ALL_REDUCE and kind.scaling is not None:
+        return "call: nothing measures this op with scales"
     if 0 in (kind.m, sum(kind.n), kind.k):
         return "call: no elements"
     if kind.b_layout == "packed":

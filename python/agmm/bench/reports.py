@@ -17,7 +17,7 @@ from agmm.bench.presets import kind_of
 from agmm.bench.timer import FLUSH_BYTES
 from agmm.bench.way import ROOF
 from agmm.bench.ways import TIMED_OPS, ways_of
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, why_unread
 from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import AnyShape, shape_from
 
@@ -45,7 +45,7 @@ def read(path: Path) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"report: {path} cannot be read ({error})") from None
+        raise InvalidArgument(f"report: {path} cannot be read ({why_unread(error)})") from None
     except ValueError as error:
         raise InvalidArgument(f"report: {path} is not JSON ({error})") from None
     wanted = f"wanted one of `agmm bench --json`, schema {SCHEMA}"

@@ -40,7 +40,7 @@ from agmm.planning.built_kernels import kernels_of
 from agmm.planning.op_plans import gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
-from agmm.planning.problems import CPU, KernelConfig, Problem
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key, TableError
 from agmm.testing.ranks import RankError
@@ -236,7 +236,9 @@ def tune_shape(
             best = min(medians, key=lambda plan: medians[plan])
             span.leads(best.name, medians[best])
 
-    try_plans(_plansfrom_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
+    of_scatter = kernels_of(MATMUL_REDUCE_SCATTER, outcome.problem.format)
+    first = candidates(outcome.problem, kernels, old, of_scatter)
+    try_plans(_plansfrom_rank_0(first), 0.05, 0.4)
     more = other_orders(medians)
     if more:
         try_plans(more, 0.4, 0.6)

@@ -20,12 +20,19 @@ from agmm.bench.timer import SPIN_US, WARMUP, time_ways
 from agmm.bench.way import ROOF, Result, Workload
 from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import serve
+from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning import built_kernels, call_plans
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import UNFUSED, Plan
-from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.problems import (
+    ALL_GATHER_MATMUL,
+    CPU,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    Problem,
+)
 from agmm.planning.shapes import Shape
 from agmm.runtime import cuda_scaled
 from agmm.runtime import scaling as scalings
@@ -86,8 +93,10 @@ class TuningOptions:
     ) -> TuningOptions:
         """Return these options with the defaults of dtype and scaling filled in. Raises
         InvalidArgument for what cannot be tuned."""
-        if op == MATMUL_REDUCE_SCATTER and others.get("return_A"):
+        if op != ALL_GATHER_MATMUL and others.get("return_A"):
             raise InvalidArgument(f"return_A: found True with {op}, wanted False")
+        if op == MATMUL_ALL_REDUCE:
+            shapes = _of_sums(shapes, device, world_size, dtype)
         given = bench_options.Options(
             device, world_size, tuple(shapes), dtype=dtype, scaling=scaling
         ).resolved()
@@ -142,6 +151,25 @@ class TuningOptions:
         return replace(problem, world_size=self.world_size)
 
 
+def _of_sums(
+    shapes: Sequence[Shape], device: str, world_size: int, dtype: torch.dtype | None
+) -> list[Shape]:
+    """The shapes of a matmul + all-reduce as its calls are planned: with as many rows as the ranks
+    can share. Raises InvalidArgument for what has one plan only, or none that is measured."""
+    if device == "cpu":
+        raise InvalidArgument(
+            f"device: found cpu with {MATMUL_ALL_REDUCE}, which has one plan on CPU ranks, wanted "
+            "cuda"
+        )
+    if dtype is not None and dtype.itemsize == 1:
+        raise InvalidArgument(
+            f"dtype: found {dtype} with {MATMUL_ALL_REDUCE}, wanted bf16 or fp16: its plans of fp8 "
+            "are not measured"
+        )
+    filled = [shape._replace(M=shape.M + -shape.M % world_size) for shape in shapes]
+    return list(dict.fromkeys(filled))
+
+
 # --- inside the ranks ---
 
 
@@ -180,6 +208,8 @@ class _Session:
             return lambda p: scaled_ways.by_plan(p, plan, return_A=return_A)
         if self.problem.op == MATMUL_REDUCE_SCATTER:
             return lambda p: _scatter(p, plan)
+        if self.problem.op == MATMUL_ALL_REDUCE:
+            return lambda p: _all_reduce(p, plan)
 
         def prepare(p: Workload) -> Callable[[], Result]:
             A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
@@ -215,6 +245,15 @@ def _scatter(p: Workload, plan: Plan) -> Callable[[], Result]:
     def call() -> Result:
         settings = ScatterSettings(plan=plan)
         return None, serve(PlainScatter([A], [B], None, group, settings))
+
+    return call
+
+
+def _all_reduce(p: Workload, plan: Plan) -> Callable[[], Result]:
+    A, B, group = p.operands.A, p.operands.B, p.group
+
+    def call() -> Result:
+        return None, serve(PlainAllReduce(A, B, None, group, False, plan=plan))
 
     return call
 

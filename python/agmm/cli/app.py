@@ -177,6 +177,7 @@ def bench(options: BenchOptions) -> None:
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
     "  agmm tune --file calls.json\n\n"
     "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
+    "  agmm tune --op matmul_all_reduce --shapes 2048x8192x2048 --tp 4\n\n"
     "  agmm tune --alone\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
@@ -223,8 +224,8 @@ def tune(options: TuneOptions) -> None:
             if not tuning.run_all(divided, left_out, kind, ranks, again=options.again):
                 raise typer.Exit(1)
             return
-        listed = shapes.read(ranks, op or Op.all_gather_matmul.value)
-        listed, left_out = presets.shared_equally(listed, ranks)
+        of_op = op or Op.all_gather_matmul.value
+        listed, left_out = presets.shared_equally(shapes.read(ranks, of_op), ranks, of_op)
         say_left_out(left_out)
         session = tuning_session.TuningOptions.of(
             kind,
@@ -234,7 +235,7 @@ def tune(options: TuneOptions) -> None:
             return_A=options.return_a,
             row_major=options.b_layout is Layout.row,
             again=options.again,
-            op=op or Op.all_gather_matmul.value,
+            op=of_op,
             scaling=scaling,
         )
         if not tuning.run([tuning.Session(session)], ranks):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from agmm.cli.options import (
+    OPS_LISTED,
     TP_NAMES,
     ColumnsOfB,
     Device,
@@ -71,7 +72,10 @@ class BenchOptions:
     model: Model = None
     tokens: Tokens = None
     routing: Routing = None
-    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
+    op: Annotated[
+        Op | None,
+        typer.Option(metavar="OP", help=f"Which call: {OPS_LISTED}. Default: all_gather_matmul."),
+    ] = None
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -116,7 +120,7 @@ class BenchOptions:
         typer.Option(
             min=1.0,
             metavar="SECONDS",
-            help="A way that does not come back within it is left out and named.",
+            help="Leave out and name a way that takes longer than this.",
         ),
     ] = 120.0
     tp: Tp = None
@@ -217,8 +221,9 @@ class ExplainOptions:
     op: Annotated[
         Op | None,
         typer.Option(
-            help="Which call; all_gather_matmul by default. Behind a matmul the rows are those of "
-            "A."
+            metavar="OP",
+            help=f"Which call: {OPS_LISTED}. Default: all_gather_matmul. M counts the rows of A "
+            "before they are scattered or summed.",
         ),
     ] = None
     dtype: ElementType = None
@@ -240,7 +245,7 @@ class ExplainOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="What becomes of the product, such as silu; with silu_mul --n is that of gate and "
-            "of up.",
+            help="The activation of the product, such as silu. With silu_mul, --n counts the "
+            "columns of gate, and of up.",
         ),
     ] = None

@@ -77,7 +77,7 @@ def why(
     if choice.plan == GATHERED:
         library = None if not_by_torch else predict_us(problem, UNFUSED)
         others = [] if library is None else [f"{duration(library)} by NCCL's gather"]
-        others += [f"{duration(min(fused))} fused"] if fused else []
+        others += [_said_of_fused(min(fused), choice)] if fused else []
         whose = "agmm's" if is_fp8 else "the library's"
         return f"agmm's gather, then {whose} matmul; {', '.join(others)}"
     if not_by_torch is not None:
@@ -85,7 +85,7 @@ def why(
     if choice.plan == UNFUSED:
         if row is not None:
             return "unfused, it was measured to be the fastest"
-        said = f", {duration(min(fused))} fused" if fused else ""
+        said = f", {_said_of_fused(min(fused), choice)}" if fused else ""
         return f"unfused is the fastest by {choice.source}{said}"
     if row is not None and row.unfused_us is not None:
         said = f"fused, the unfused path was measured at {duration(row.unfused_us)}"
@@ -97,6 +97,13 @@ def why(
     if unfused is None:
         return "fused, nothing is known of the unfused path"
     return f"fused, the unfused path is predicted to take {duration(unfused)}"
+
+
+def _said_of_fused(us: float, choice: Choice) -> str:
+    """The predicted time of the fastest fused plan, where the choice is another one."""
+    is_behind = choice.predicted_us is not None and us < choice.predicted_us
+    margin = ", which has to be ahead by a margin fitted to measured shapes" if is_behind else ""
+    return f"{duration(us)} fused{margin}"
 
 
 def _said_of_scatter(problem: Problem, choice: Choice) -> str:

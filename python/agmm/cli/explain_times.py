@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from agmm.bench.units import duration
 from agmm.planning import cost_model
+from agmm.planning.heuristics import is_fp8
 from agmm.planning.legality import why_unfused
 from agmm.planning.op_plans import Choice
 from agmm.planning.plans import Plan
@@ -13,8 +14,8 @@ from agmm.planning.predictions import uncertainty
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     CPU,
+    MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
-    OPS,
     PLAIN,
     Problem,
 )
@@ -28,8 +29,8 @@ def times(problem: Problem, choice: Choice) -> Iterator[str]:
     if row is None and choice.predicted_us is not None:
         yield f"uncertainty: {_how_uncertain(problem, choice.plan)}"
     if row is None:
-        if problem.op not in OPS:
-            return  # nothing tunes it
+        if problem.op == MATMUL_ALL_REDUCE and (problem.gpu == CPU or is_fp8(problem)):
+            return  # nothing measures it
         if problem.gpu == CPU or why_unfused(problem.format, problem.n, problem.k) is None:
             of = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
             by = f"agmm tune{of}" if problem.epilogue == PLAIN else "AGMM_LEARN=on"
@@ -48,8 +49,8 @@ def times(problem: Problem, choice: Choice) -> Iterator[str]:
 def _how_uncertain(problem: Problem, plan: Plan) -> str:
     found = uncertainty(problem, plan)
     if found is None:
-        return "not known, no shapes were held back from the fit of such calls"
-    return f"{found:.0%}, within which nine in ten shapes were that nothing was fitted to"
+        return "not known: no shapes of such calls were held back from the fit"
+    return f"{found:.0%}: nine in ten shapes held back from the fit were predicted as closely"
 
 
 def _beside_roof(problem: Problem, choice: Choice) -> str:

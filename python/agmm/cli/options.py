@@ -112,6 +112,7 @@ _CHOICES: dict[str, type[Enum]] = {
 }
 _OTHER_NAMES = {
     "--dtype": {
+        "bfloat": "bf16",
         "bfloat16": "bf16",
         "float16": "fp16",
         "half": "fp16",
@@ -169,23 +170,25 @@ def _squeezed(name: str) -> str:
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="MxNxK, comma-separated: the rows of all ranks, and what a rank multiplies. Of moe "
-        "TOKENSxHIDDENxINNERxEXPERTSxK, of a collective MxK, both of all ranks.",
+        help="MxNxK, comma-separated: M counts the rows of all ranks, N and K are of one rank. For "
+        "moe TOKENSxHIDDENxINNERxEXPERTSxK, for a collective MxK, both of all ranks.",
         metavar="MxNxK,...",
     ),
 ]
 File = Annotated[
     Path | None,
     typer.Option(
-        help="Shapes, one MxNxK a line, # begins a comment; or the calls that agmm.record wrote.",
+        help="A file with one MxNxK a line, where # begins a comment, or with the calls that "
+        "agmm.record wrote.",
         dir_okay=False,
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="The projections of this model: QKV and gate/up; of matmul_reduce_scatter the "
-        "attention's output and down; of moe its experts; of a collective its hidden features."
+        help="The projections of this model: QKV and gate/up; for matmul_reduce_scatter and "
+        "matmul_all_reduce the attention's output and down; for moe its experts; for a collective "
+        "its hidden features."
     ),
 ]
 Tokens = Annotated[
@@ -197,7 +200,7 @@ Tokens = Annotated[
 Routing = Annotated[
     str | None,
     typer.Option(
-        help="Of moe: how a router spreads the tokens, even, zipf or both.", metavar="even,zipf"
+        help="For moe: how the router spreads the tokens; even, zipf or both.", metavar="even,zipf"
     ),
 ]
 TP_NAMES = ("--tp", "--world-size")
@@ -219,12 +222,14 @@ ElementType = Annotated[
 ScalingOf = Annotated[
     Scaling | None, typer.Option(help="Scales of float8_e4m3fn operands. Default: rowwise.")
 ]
+OPS_LISTED = ", ".join(op.value for op in Op)
 TunedOp = Annotated[
     Op | None,
     typer.Option(
-        help="Which call; all_gather_matmul by default, with recorded calls all of them, with "
-        "--model those of a layer's forward and backward. The rows of matmul_reduce_scatter are "
-        "those of A."
+        metavar="OP",
+        help="Which call: all_gather_matmul, matmul_reduce_scatter or, on GPUs, matmul_all_reduce. "
+        "Default: with --model the calls of a layer's forward and backward, with recorded calls "
+        "all of them, else all_gather_matmul. M counts the rows of A before they are scattered.",
     ),
 ]
 ColumnsOfB = Annotated[
@@ -235,7 +240,7 @@ LayoutOfB = Annotated[
     Layout | None,
     typer.Option(help="Default: column, a transposed [N, K] weight."),
 ]
-ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
+ReturnA = Annotated[bool, typer.Option("--return-a", help="Take calls that also return A.")]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
 from agmm.errors import InvalidArgument
 from agmm.planning import card_rates, tables
-from agmm.planning.problems import OPS
+from agmm.planning.problems import TUNED
 from agmm.planning.shapes import Shape
 
 
@@ -78,9 +78,10 @@ class TuningBar:
 
 def check_op(op: str) -> None:
     """Raises InvalidArgument for an op of which nothing is chosen by measurement."""
-    if op not in OPS:
+    if op not in TUNED:
+        *others, last = TUNED
         raise InvalidArgument(
-            f"op: found {op}, wanted one whose plans are measured, {' or '.join(OPS)}; "
+            f"op: found {op}, wanted one whose plans are measured, {', '.join(others)} or {last}; "
             f"`agmm explain --op {op}` says what decides, `agmm bench --op {op}` times it"
         )
 
@@ -171,7 +172,8 @@ def run(sessions: Sequence[Session], world_size: int) -> bool:
             for i, session in enumerate(sessions):
                 share = _Share(bar, i, sessions)
                 if session.label:
-                    bar.say(f"{session.label}, {len(session.options.shapes)} shapes")
+                    count = len(session.options.shapes)
+                    bar.say(f"{session.label}, {count} {'shape' if count == 1 else 'shapes'}")
                 for outcome in tuner.tune(session.options, share):
                     outcomes[i].append(outcome)
                     bar.ended(outcome)

@@ -75,7 +75,9 @@ class AllReduceCall(SumCall):
     # --- the flow ---
 
     def choose_way(self, problem: Problem) -> Plan:
-        """`choose` for a call under its ``strict``."""
+        """The plan that the caller names, or `choose` for a call under its ``strict``."""
+        if self.named_plan is not None:
+            return self.named_plan
         return self.choose(problem, fused=self.strict)
 
     @property

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
-from agmm.errors import InvalidArgument, warn_once
+from agmm.errors import InvalidArgument, warn_once, why_unread
 from agmm.ops import seen
 from agmm.planning import call_plans
 from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
@@ -157,7 +157,7 @@ def read(path: Path) -> list[RecordedCall]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"file: {path} cannot be read ({error})") from None
+        raise InvalidArgument(f"file: {path} cannot be read ({why_unread(error)})") from None
     except ValueError as error:
         raise InvalidArgument(f"file: {path} is not JSON ({error})") from None
     wanted = f"wanted a recording of agmm.record, version {VERSION}"

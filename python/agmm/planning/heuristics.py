@@ -18,6 +18,8 @@ from agmm.planning.legality import (
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
 from agmm.planning.problems import (
     ALIGNMENT,
+    CPU,
+    MATMUL_REDUCE_SCATTER,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
@@ -25,7 +27,7 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import LAGGED, PUSH, SmPush, copy_transports
+from agmm.planning.transports import LAGGED, PUSH, SCATTER, SmPush, copy_transports
 
 _PUSH_ROWS = 8
 PUSH_COLUMNS = (64, 128)
@@ -265,6 +267,19 @@ def scatter_plans(problem: Problem, kernels: Iterable[KernelConfig] = ()) -> lis
     ]
     plans = (*own, Plan(PUSH), BY_TORCH, UNFUSED)
     return [plan for plan in plans if why_illegal(problem, plan, kernels) is None]
+
+
+def all_reduce_plans(
+    problem: Problem, kernels: Iterable[KernelConfig], of_scatter: Iterable[KernelConfig]
+) -> list[Plan]:
+    """The legal plans of a matmul + all-reduce without the unfused one: lagged ones by one of
+    `kernels`, and those that scatter by one of the other kernels, with K split where a scatter has
+    it split."""
+    if problem.gpu == CPU:
+        return [Plan(PUSH)]
+    scattered = scatter_plans(replace(problem, op=MATMUL_REDUCE_SCATTER), of_scatter)
+    scatters = [Plan(SCATTER, plan.kernel) for plan in scattered if plan.kernel is not None]
+    return [*lagged_plans(problem, kernels), *(scatters if SCATTER.serves(problem) else ())]
 
 
 def scatter_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:

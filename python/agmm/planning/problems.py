@@ -193,7 +193,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_rms_nor
 UNDIVIDED = (MATMUL_ALL_REDUCE, *COLLECTIVES[2:])
 """The ops whose rows the ranks need not share equally."""
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
-"""The ops that are tuned; `Problem.op` may say `MATMUL_ALL_REDUCE` too."""
+"""The ops whose kernels have timed variants, of which `agmm bench` records timelines."""
+TUNED = (*OPS, MATMUL_ALL_REDUCE)
+"""The ops whose plans are measured: those that `Problem.op` may name."""
 
 
 @dataclass(frozen=True)
