@@ -15,7 +15,18 @@ from agmm import collectives
 from agmm.collectives.paths import SYMMETRIC_MEMORY, Path
 from agmm.collectives.run import KeptCollective
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
+from agmm.ops import (
+    gather_scaled_op,
+    kept,
+    matmul_all_reduce,
+    plain_all_reduce,
+    plain_gather,
+    plain_scatter,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+    scatter_plan,
+    small_collectives,
+)
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.planning.problems import KernelConfig
@@ -96,6 +107,23 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
+SCALED = (
+    "all_gather_scaled_matmul",
+    "scaled_matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+)
+SERVING = (
+    gather_scaled_op,
+    matmul_all_reduce,
+    plain_scatter,
+    plain_gather,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
+"""The modules that carry out what is not kept."""
+
+
 @pytest.mark.parametrize("op", KEPT)
 def test_no_kept_call_serves_a_destroyed_group(
     group: str, monkeypatch: pytest.MonkeyPatch, op: str
@@ -116,6 +144,48 @@ def test_no_kept_call_serves_a_destroyed_group(
     with pytest.raises(InvalidArgument, match=r"^group: found a destroyed one"):
         KEPT[op](other)
     assert call.call_count == 1
+
+
+class _Served(Exception):
+    """What an op was about to carry out."""
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "several weights", *SUMS, *SCALED])
+def test_a_kept_call_gets_the_operands_of_the_first(
+    group: str, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """A kept call has the signature of what `serve` calls."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    of_kept = mock.Mock(return_value=(None, None, [RESULT]))
+
+    class Calls(dict[Any, Any]):
+        call: Any = of_kept
+
+        def get(self, kind: Any, default: Any = None) -> Any:
+            return self.call
+
+    monkeypatch.setattr(kept, "kept_calls", {dist.group.WORLD: Calls()})
+    KEPT[op](dist.group.WORLD)
+
+    def served(call: Any, *_: Any) -> Any:
+        raise _Served(call.operands())
+
+    for module in SERVING:
+        monkeypatch.setattr(module, "serve", served)
+    monkeypatch.setattr(Calls, "call", None)
+    with pytest.raises(_Served) as found:
+        KEPT[op](dist.group.WORLD)
+    described = [_described(operand) for operand in found.value.args[0]]
+    given = [_described(operand) for operand in of_kept.call_args.args]
+    # What is left out at the end is None, or nothing.
+    given += described[len(given) :] if not any(described[len(given) :]) else []
+    assert given == described
+
+
+def _described(operand: Any) -> Any:
+    if isinstance(operand, (list, tuple)):
+        return [_described(one) for one in operand]
+    return None if operand is None else (operand.dtype, operand.numel())
 
 
 def test_collectives_share_no_kind(calls: Calls) -> None:

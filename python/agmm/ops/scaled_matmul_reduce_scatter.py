@@ -57,7 +57,9 @@ def _run(
 ) -> torch.Tensor:
     """Multiply, sum and scatter by a kept call, or as `serve` decides."""
     As, Bs, scale_as, scale_bs, bias, *_ = given
-    found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
+    of_residual = None
+    operands = As, Bs, bias, of_residual, scale_as, scale_bs  # those of `Fp8Scatter`
+    found: torch.Tensor | None = kept.call_kept(group, kind, *operands)
     if found is not None:
         return found
     scatter_dim, reduce_op, *_, strict, config = settings
