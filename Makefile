@@ -26,9 +26,10 @@ SETTINGS ?= build/settings
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
 # Libraries that agmm serves, as they were tried.
-CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0 tyro==1.0.17
-# Tests read single files of these, which need nothing of what the packages require.
-CLIENTS_ALONE ?= torchtitan==0.3.0 spmd_types==0.2.3 sglang==0.5.23
+CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0 tyro==1.0.17 \
+           torchtitan==0.3.0 spmd_types==0.2.3
+# Tests read single files of this one, which need nothing of what the package requires.
+CLIENTS_ALONE ?= sglang==0.5.23
 CLIENTS_VENV ?= build/clients
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)
