@@ -29,11 +29,12 @@ def _norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5) -> torch.nn.
 
 
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Megatron without what the CPU lacks: a current GPU, its random states, and of apex a kernel
-    and norms for sequence parallelism."""
+def on_cpu() -> Iterator[None]:
+    """Megatron without what the CPU lacks: a current GPU, its random states, of apex a kernel
+    and norms for sequence parallelism, and a name that Megatron has with Transformer Engine."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     kernels = types.SimpleNamespace(
@@ -49,6 +50,7 @@ def _on_cpu() -> Iterator[None]:
             (tracker, "fork", lambda *_: contextlib.nullcontext()),
             (layers, "fused_weight_gradient_mlp_cuda", kernels),
             (layers, "_grad_accum_fusion_available", True),
+            (moe_utils, "te_general_gemm", None),
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=True))
         if not parallel_state.model_parallel_is_initialized():
@@ -112,7 +114,7 @@ def _losses(model: Any, steps: int) -> list[torch.Tensor]:
     return found
 
 
-def _counted(stack: contextlib.ExitStack) -> dict[str, int]:
+def counted(stack: contextlib.ExitStack) -> dict[str, int]:
     """How often agmm's ops run while the stack is open."""
     calls: dict[str, int] = {}
     agmm_ops = torch.ops.agmm
@@ -130,7 +132,7 @@ def _counted(stack: contextlib.ExitStack) -> dict[str, int]:
 
 def gpt(sequence: bool, fused: bool, hooked: bool, bias: bool, by_provider: bool) -> list[str]:
     """Faults of a GPT model by agmm against Megatron's."""
-    with _on_cpu():
+    with on_cpu():
         options = {
             "sequence_parallel": sequence,
             "gradient_accumulation_fusion": fused,
@@ -145,7 +147,7 @@ def gpt(sequence: bool, fused: bool, hooked: bool, bias: bool, by_provider: bool
             _prepare(model, fused, hooked)
         wanted = _losses(own, 2)
         with contextlib.ExitStack() as stack:
-            calls = _counted(stack)
+            calls = counted(stack)
             found = _losses(other, 2)
         faults = _miscounted(calls, sequence)
         pairs = {f"losses {i}": pair for i, pair in enumerate(zip(found, wanted, strict=True))}
@@ -193,7 +195,7 @@ def left_to_megatron(kind: str, strict: bool) -> list[str]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     forget_warnings()
-    with _on_cpu():
+    with on_cpu():
         config = _config(
             sequence_parallel=kind != "disable_grad_reduce",
             gradient_accumulation_fusion=kind == "deferred",
@@ -234,7 +236,7 @@ def refused() -> str:
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    with _on_cpu():
+    with on_cpu():
         try:
             by_agmm.served(ModuleSpec(module=IdentityOp))
         except InvalidArgument as error:

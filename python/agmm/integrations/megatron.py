@@ -6,7 +6,8 @@
     model = GPTModel(config, spec, ...)
 
 Or, for specs that are made by a provider, `spec_provider` takes the place of
-``LocalSpecProvider()``.
+``LocalSpecProvider()``. `serve_experts` has agmm serve the mixtures of experts of a model that
+was built.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from agmm.errors import InvalidArgument
 from agmm.integrations.clients import Client
 
-__all__ = ["served", "spec_provider"]
+__all__ = ["serve_experts", "served", "spec_provider"]
 
 _CLIENT = Client("megatron-core", (0, 16), (0, 19), "0.16.0")
 
@@ -71,6 +72,36 @@ def spec_provider(*, strict: bool = False) -> Any:
     from agmm.integrations import megatron_linear
 
     return megatron_linear.SpecProvider(strict)
+
+
+def serve_experts(model: Any, *, strict: bool = False) -> None:
+    """Has agmm gather, multiply and scatter in the mixtures of experts of a model that Megatron has
+    built.
+
+    A layer whose dispatcher is ``"allgather"`` then calls `agmm.all_gather_grouped_matmul` and
+    `agmm.grouped_matmul_reduce_scatter`, in place of Megatron's gathers, its experts and its
+    reduce-scatter. Parameters, checkpoints and the router stay as they are. The ranks share whole
+    experts (``expert_model_parallel_size``) or slices of each (``expert_tensor_parallel_size``).
+    Layers that ask for what agmm does not do, such as biases, stay with Megatron, with one warning
+    that names the reason.
+
+    Args:
+        model: a module with Megatron's ``MoELayer``; all ranks call it alike.
+        strict: raise `agmm.Unsupported` where a layer would stay with Megatron, or a call of agmm
+            would take its unfused path.
+
+    Raises:
+        InvalidArgument: megatron-core is missing, or of a version that is not known to work, or the
+            model has no such layer.
+    """
+    _CLIENT.check()
+    from agmm.integrations import megatron_moe
+
+    if not megatron_moe.serve(model, strict):
+        raise InvalidArgument(
+            f"model: found {type(model).__name__} without mixtures of experts, wanted one with a "
+            "MoELayer of Megatron"
+        )
 
 
 def _replaced(value: Any, by_agmm: dict[type, type]) -> Any:
