@@ -26,8 +26,9 @@ SETTINGS ?= build/settings
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
 # Libraries that agmm serves, as they were tried.
-CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0 tyro==1.0.17 \
-           torchtitan==0.3.0 spmd_types==0.2.3
+TITAN := torchtitan==0.3.0 spmd_types==0.2.3
+MEGATRON := megatron-core==0.16.0
+CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 $(MEGATRON) $(TITAN) tyro==1.0.17
 # Tests read single files of this one, which need nothing of what the package requires.
 CLIENTS_ALONE ?= sglang==0.5.23
 CLIENTS_VENV ?= build/clients
@@ -97,11 +98,11 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run the tests that need no GPU
+test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.megatron $(VENV)/.torchao ## build and run the tests that need no GPU
 	$(PY) -m pytest --ignore tests/gpu -m "not slow" -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run what takes longer: stress, and compiling for tests alone
-	$(PY) -m pytest --ignore tests/gpu -m slow -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
+	$(PY) -m pytest --ignore tests/gpu -m "slow and not clients" -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-clients: $(VENV)/.installed ## test libraries that agmm serves, in an environment with the pinned packages
 	test -x $(CLIENTS_VENV)/bin/python || PYTHON="$(PY)" tools/make_venv.sh $(CLIENTS_VENV)
@@ -190,7 +191,12 @@ $(VENV)/.model: $(VENV)/.torch
 
 # torchtitan's linears, which a test runs; they need nothing of what its trainer requires.
 $(VENV)/.titan: $(VENV)/.torch
-	$(PIP) install -q --no-deps torchtitan==0.3.0 spmd_types==0.2.3
+	$(PIP) install -q --no-deps $(TITAN)
+	touch $@
+
+# Megatron's layers, which a test runs; beside torch they need numpy, which the extras have.
+$(VENV)/.megatron: $(VENV)/.torch
+	$(PIP) install -q --no-deps $(MEGATRON)
 	touch $@
 
 # torchao's conversion to fp8 training, with which tests compare; it needs torch only.
