@@ -141,6 +141,7 @@ def test_threads_of_a_rank_take_turns(pool: RankPool) -> None:
     assert pool.run(collectives_work.threads, 3, 20) == [FAULTS] * 5
 
 
+@pytest.mark.slow
 def test_process_ends_while_work_waits() -> None:
     started = time.monotonic()
     code, out = collectives_work.ends_with_work_under_way()

@@ -119,6 +119,7 @@ def test_late_rank_is_waited_for_within_the_limit(kind: str) -> None:
             assert "for ranks [1] to make their first call in this group" in lines[0]
 
 
+@pytest.mark.slow
 def test_first_call_of_a_group_has_a_limit() -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "1"}) as pool:
         pool.submit(step_work.one_is_late, "first", 4.0)
