@@ -11,6 +11,7 @@ from typing import Any
 
 import collectives_work
 import pytest
+import quick
 import torch
 
 from agmm.runtime.cpu_collectives import BAND_BYTES
@@ -27,7 +28,7 @@ def check(results: list[Any], world_size: int, wanted: Any) -> None:
     assert results == [None] * (len(results) - world_size) + [wanted] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", quick.first(3, [1, 2, 3, 4, 5]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values(pool: RankPool, world_size: int, kind: str) -> None:
     for dtype in DTYPES:
@@ -73,7 +74,7 @@ def test_both_ways_of_an_all_reduce_have_the_same_bits(pool: RankPool, world_siz
     check(pool.run(collectives_work.both_ways, world_size, 1003), world_size, [True] * 4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", quick.first(2, [2, 3, 5]))
 def test_many_bands_of_a_few_numbers(pool: RankPool, world_size: int) -> None:
     check(pool.run(collectives_work.small_bands, world_size, 24), world_size, FAULTS)
 
@@ -100,8 +101,8 @@ OF_SLOTS = ["signal before data", "no credit", "own rows before the others' sums
     [
         # Kinds share what the faults are in: of each kind one fault, and the others where there is
         # time.
-        *product(["none"], KINDS),
-        *zip(OF_SLOTS, KINDS, strict=True),
+        *quick.first(1, product(["none"], KINDS)),
+        *quick.first(1, zip(OF_SLOTS, KINDS, strict=True)),
         *(
             pytest.param(fault, kind, marks=pytest.mark.slow)
             for fault, kind in product(OF_SLOTS, KINDS)
@@ -140,6 +141,7 @@ def test_threads_of_a_rank_take_turns(pool: RankPool) -> None:
     assert pool.run(collectives_work.threads, 3, 20) == [FAULTS] * 5
 
 
+@pytest.mark.slow
 def test_process_ends_while_work_waits() -> None:
     started = time.monotonic()
     code, out = collectives_work.ends_with_work_under_way()
@@ -212,17 +214,20 @@ def test_no_room_for_larger_slots_leaves_a_call_to_torch() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        ("size", ["all_gather(x [4] float32", "all_gather(x [5] float32"]),
-        ("shape", ["all_reduce(x [2, 3]", "all_reduce(x [3, 3]"]),
-        ("dtype", ["x [4, 2] float32", "x [4, 2] bfloat16"]),
-        ("op", ["op = 'sum'", "op = 'avg'"]),
-        ("dim", ["dim = 0", "dim = 1"]),
-        ("kind", ["all_reduce(x [4, 2]", "reduce_scatter(x [4, 2]"]),
-        ("other op", ["all_gather(x [4, 2]", "all_gather_matmul(A_shard [4, 2]"]),
-        ("background", ["all_gather(x [4] float32", "all_gather(x [5] float32"]),
-        ("torch", ["all_reduce(x [4] int32", "all_reduce(x [5] int32"]),
-    ],
+    quick.first(
+        5,
+        [
+            ("size", ["all_gather(x [4] float32", "all_gather(x [5] float32"]),
+            ("shape", ["all_reduce(x [2, 3]", "all_reduce(x [3, 3]"]),
+            ("dtype", ["x [4, 2] float32", "x [4, 2] bfloat16"]),
+            ("op", ["op = 'sum'", "op = 'avg'"]),
+            ("dim", ["dim = 0", "dim = 1"]),
+            ("kind", ["all_reduce(x [4, 2]", "reduce_scatter(x [4, 2]"]),
+            ("other op", ["all_gather(x [4, 2]", "all_gather_matmul(A_shard [4, 2]"]),
+            ("background", ["all_gather(x [4] float32", "all_gather(x [5] float32"]),
+            ("torch", ["all_reduce(x [4] int32", "all_reduce(x [5] int32"]),
+        ],
+    ),
 )
 def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "30"}) as pool:
@@ -237,7 +242,7 @@ def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
             assert words[1 - rank] in theirs
 
 
-@pytest.mark.parametrize("kind", ["plain", "background", "torch"])
+@pytest.mark.parametrize("kind", quick.first(1, ["plain", "background", "torch"]))
 def test_missing_rank_ends_the_wait(kind: str) -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "2", "AGMM_WARN_S": "0.5"}) as pool:
         pool.submit(collectives_work.one_is_late, kind, 60.0)
@@ -251,7 +256,7 @@ def test_missing_rank_ends_the_wait(kind: str) -> None:
         pool.kill()
 
 
-@pytest.mark.parametrize("kind", ["plain", "background", "torch"])
+@pytest.mark.parametrize("kind", quick.first(1, ["background", "plain", "torch"]))
 def test_late_rank_is_waited_for_within_the_limit(kind: str) -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "30", "AGMM_WARN_S": "0.5"}) as pool:
         assert pool.run(collectives_work.one_is_late, kind, 1.5) == [[2] * 4] * 2

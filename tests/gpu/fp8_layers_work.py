@@ -11,6 +11,7 @@ import torch.distributed as dist
 from layers_work import local_values
 
 from agmm.nn import ColumnParallelLinear, GatedMLP, RowParallelLinear, load_full_state_dict
+from agmm.testing.cases import uneven_blocks
 from agmm.testing.reference import relative_error
 
 # Values are rounded to e4m3, whose steps are a 16th to an 8th (e5m2: an 8th to a 4th), both
@@ -20,6 +21,10 @@ LIMIT = 0.1
 
 def _randn(*shape: int, seed: int) -> torch.Tensor:
     return gpu_work.randn(shape, torch.bfloat16, seed)
+
+
+def _weight(*shape: int, seed: int) -> torch.Tensor:
+    return uneven_blocks(_randn(*shape, seed=seed) / 8)
 
 
 def layers(recipe: str, rows: int, bias: bool) -> list[str]:
@@ -33,7 +38,7 @@ def layers(recipe: str, rows: int, bias: bool) -> list[str]:
         (ColumnParallelLinear(k, n, bias, fp8=recipe, **where), (n, k), True),
         (RowParallelLinear(n, k, bias, fp8=recipe, **where), (k, n), False),
     ):
-        state = {"weight": _randn(*whole, seed=1) / 8}
+        state = {"weight": _weight(*whole, seed=1)}
         if bias:
             state["bias"] = _randn(whole[0], seed=2)
         load_full_state_dict(layer, state)
@@ -76,9 +81,9 @@ def gated(recipe: str, rows: int, hidden: int) -> list[str]:
     where: dict[str, Any] = {"device": gpu_work.device(), "dtype": torch.bfloat16}
     mlp = GatedMLP(width, hidden * world_size, fp8=recipe, **where)
     whole = {
-        "gate_proj.weight": _randn(hidden * world_size, width, seed=1) / 8,
-        "up_proj.weight": _randn(hidden * world_size, width, seed=2) / 8,
-        "down_proj.weight": _randn(width, hidden * world_size, seed=3) / 8,
+        "gate_proj.weight": _weight(hidden * world_size, width, seed=1),
+        "up_proj.weight": _weight(hidden * world_size, width, seed=2),
+        "down_proj.weight": _weight(width, hidden * world_size, seed=3),
     }
     load_full_state_dict(mlp, whole)
     x, dout = (_randn(world_size * rows, width, seed=seed) for seed in (4, 5))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import epilogue_work as work
+import packed_gpu_work
 import pytest
 import torch
+from at_hand import world_sizes
 from scaled_gpu_work import E4M3, by_torch, operands
 
 import agmm
@@ -17,6 +19,7 @@ from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_packed
 from agmm.runtime.epilogues import Epilogue
+from agmm.testing.ranks import RankPool
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = [kernel for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16") if kernel.is_streaming]
@@ -252,7 +255,8 @@ def test_weights_of_4_bits(group_size: int) -> None:
         values = torch.randint(-8, 8, (n, k), device="cuda")
         scales = (torch.rand(n, k // size, device="cuda") + 0.5).bfloat16()
         stored = (values + 8).to(torch.uint8)
-        packed = cuda_packed.pack(stored[:, ::2] | stored[:, 1::2] << 4, scales, size)
+        packed = agmm.Packed4BitWeight.pack(stored[:, ::2] | stored[:, 1::2] << 4, scales, size)
+        sizes = cuda_packed.Sizes(k, n, size)
         b = (values * scales.double().repeat_interleave(size, 1)).t()
         all_rows, bias = randn(130, k), randn(n)
         for added in (None, bias):
@@ -265,7 +269,9 @@ def test_weights_of_4_bits(group_size: int) -> None:
                     for sm_count in (0, 16):
                         poison_freed_memory(m, n)
                         rows = all_rows[:m].clone()
-                        out = packed.product(rows, added, splits=splits, sm_count=sm_count)
+                        out = cuda_packed.product(
+                            packed.packed, sizes, rows, added, splits=splits, sm_count=sm_count
+                        )
                         label = f"{m}x{n}x{k}, {splits} splits, {sm_count} CTAs"
                         assert relative_error(out, reference[:m]) <= allowed, label
                         wanted = out if wanted is None else wanted
@@ -355,3 +361,14 @@ def test_illegal_splits() -> None:
         async_input_mm.on_cuda(
             a[:, :128].contiguous(), b[:128], None, 0, config=replace(kernel, splits=2)
         )
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4))
+def test_a_gather_for_weights_of_4_bits(
+    gpu_pool: RankPool, world_size: int, is_captured: bool
+) -> None:
+    for rows in (1, 16, 100):
+        found = gpu_pool.run(packed_gpu_work.gathered, world_size, rows, is_captured)
+        assert sum(result is not None for result in found) == world_size
+        assert [fault for result in found for fault in result or []] == []

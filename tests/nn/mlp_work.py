@@ -19,6 +19,7 @@ import agmm
 from agmm.nn import ColumnParallelLinear, GatedMLP, RowParallelLinear, full_state_dict
 from agmm.nn import load_full_state_dict as load_full
 from agmm.ops import recordings
+from agmm.testing.cases import uneven_blocks
 from agmm.testing.reference import relative_error
 
 WIDTH, HIDDEN = 12, 60
@@ -188,6 +189,13 @@ def fp8(world_size: int, recipe: str, compiled: bool, width: int = 64, hidden: i
     torch.manual_seed(3)
     sizes = width, hidden * world_size
     mlp = GatedMLP(*sizes, True, group=group, fp8=recipe)
+    if recipe == "block":
+        with torch.no_grad():
+            for parameter in mlp.parameters():
+                if parameter.dim() == 2:
+                    assert isinstance(parameter, DTensor)
+                    values = parameter.to_local()
+                    values.copy_(uneven_blocks(values))
     layers = [ColumnParallelLinear(*sizes, group=group, fp8=recipe) for _ in range(2)]
     for layer, own in zip(layers, (mlp.gate_proj, mlp.up_proj), strict=True):
         layer.load_state_dict(own.state_dict())

@@ -23,6 +23,7 @@ Pools = Callable[..., RankPool]
         pytest.param(8, (2, 4, True), (4, 2, True), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_layout(
     rank_pools: Pools,
     tmp_path: Path,

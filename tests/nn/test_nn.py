@@ -27,6 +27,7 @@ def test_layers_compiled(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fp8", [None, *(pytest.param(fp8, marks=pytest.mark.slow) for fp8 in ("tensorwise", "rowwise"))]
 )

@@ -40,14 +40,19 @@ def _said(world_size: int, length: int, dim: int) -> list[str]:
 def test_scattered_rows_are_those_of_a_dtensor(
     pool: RankPool, world_size: int, length: int, dim: int, local: bool
 ) -> None:
+    """Plain tensors of several sizes would not say how many rows there are in all."""
     found = pool.run(uneven_work.scattered, world_size, length, dim, local)
-    assert found == [None] * (5 - world_size) + [_said(world_size, length, dim)] * world_size
+    if local and length % world_size:
+        why = f"x: found {length} in dimension {dim}, wanted a multiple of the {world_size} ranks"
+        assert all(why in one[0] for one in found[5 - world_size :])
+    else:
+        said = _said(world_size, length, dim)
+        assert found == [None] * (5 - world_size) + [said] * world_size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", [False, True])
-def test_scattered_rows_compiled(pool: RankPool, local: bool) -> None:
-    assert pool.run(uneven_work.scattered, 2, 5, 1, local, True)[3:] == [[]] * 2
+def test_scattered_rows_compiled(pool: RankPool) -> None:
+    assert pool.run(uneven_work.scattered, 2, 5, 1, False, True)[3:] == [[]] * 2
 
 
 @pytest.mark.slow

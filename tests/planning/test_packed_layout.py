@@ -54,10 +54,11 @@ def test_atoms(n: int, k: int, group_size: int) -> None:
     scales = torch.rand(n, k // group_size, generator=generator).bfloat16().float()
     stored = (values + 8).to(torch.uint8)
     found = cuda_packed.pack(stored[:, ::2] | stored[:, 1::2] << 4, scales, group_size)
-    assert found.shape == (k, n)
+    sizes = cuda_packed.Sizes(k, n, group_size)
+    assert found.shape == sizes.packed_shape
     whole = torch.zeros(-(-n // 64) * 64, -(-k // 128) * 128)
     whole[:n, :k] = values * scales.repeat_interleave(group_size, 1)
-    for i in range(found.packed.shape[0]):
-        for j in range(found.packed.shape[1]):
+    for i in range(found.shape[0]):
+        for j in range(found.shape[1]):
             wanted = whole[64 * i : 64 * i + 64, 128 * j : 128 * j + 128]
-            assert torch.equal(read(found.packed, i, j, found.groups), wanted)
+            assert torch.equal(read(found, i, j, sizes.groups), wanted)

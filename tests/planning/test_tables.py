@@ -173,6 +173,7 @@ def test_a_folder_that_may_only_be_read(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_rows(pool: RankPool, folder: Path) -> None:
     path = tables.save(GPU, 4, [(KEY, row(1))])
     before = path.read_bytes()

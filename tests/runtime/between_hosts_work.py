@@ -17,6 +17,7 @@ import every_op
 import torch
 import torch.distributed as dist
 from every_op import Call, Sizes
+from rank_groups import fresh_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -117,6 +118,8 @@ def at_odds(hosts: str, what: str) -> str:
     with sides.apart(), differ:
         try:
             A, B = torch.ones(1024, 4), torch.ones(4, 4)
+            if what == "sum":
+                agmm.matmul_all_reduce(A, B, fresh_group())
             agmm.all_gather_matmul(A, B, sides.near if what == "build" else sides.far)
         except agmm.AgmmError as error:
             return str(error)

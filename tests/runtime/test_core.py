@@ -161,14 +161,16 @@ def test_kernels_register_what_they_can_do() -> None:
     assert all(fact.b_layout == "column" for fact in facts if fact.is_fp8)
     assert all(fact.fast_accum for fact in facts if not fact.is_fp8)
     for fact in facts:
-        config = problems.KernelConfig.parse(fact.kernel).core
+        parsed = problems.KernelConfig.parse(fact.kernel)
+        config = parsed.core
         assert (fact.config.name, fact.timed) == (fact.kernel, config.timed)
         stores_A = fact.op != "grouped_matmul" and fact.b_layout in config.stores_A
         assert fact.can_store_A == stores_A
         assert fact.architecture == "sm_90a"
         assert fact.epilogue in ("bias", "activation", "gate")
         if fact.op == problems.ALL_GATHER_MATMUL:
-            can_split = config.can_split and "block" not in fact.accumulation.name
+            scales_parts = parsed.is_streaming or "block" not in fact.accumulation.name
+            can_split = config.can_split and scales_parts
             assert fact.can_split == can_split
 
 

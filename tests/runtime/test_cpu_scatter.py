@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import quick
 import scatter_work
 import torch
 
@@ -108,7 +109,9 @@ def test_large_calls_go_in_bands_through_bounded_memory(pool: RankPool, world_si
         assert found == [(True, (world_size - 1) * most * 3 * 4)] * 3
 
 
-@pytest.mark.parametrize(("world_size", "chunks_per_shard"), [(5, 1), (4, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "chunks_per_shard"), quick.first(2, [(4, 3), (2, 1), (5, 1), (1, 1)])
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_same_bits_in_every_call_with_each_rank_late_in_turn(
     pool: RankPool, world_size: int, chunks_per_shard: int, dtype: torch.dtype

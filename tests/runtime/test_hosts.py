@@ -48,6 +48,7 @@ def test_calls_that_differ_between_hosts_are_found() -> None:
     assert [f"rank {rank}: waited" in error for rank, error in enumerate(found)] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_come_is_named() -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "2"}) as pool:
         found = pool.run(hosts_work.missing, "ab", 2.0)

@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+import quick
 import step_work
 
 import agmm
@@ -15,20 +16,26 @@ from agmm.testing.ranks import RankPool
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        ("rows", ["A_shard [4, 6] float32 row-major", "A_shard [5, 6] float32 row-major"]),
-        ("K", ["A_shard [4, 6] float32", "A_shard [4, 7] float32"]),
-        ("dtype", ["A_shard [4, 6] float32", "A_shard [4, 6] float64"]),
-        ("return_A", ["return_A = False", "return_A = True"]),
-        ("op", ["all_gather_matmul(A_shard [4, 6]", "matmul_reduce_scatter(A [4, 6]"]),
-        ("scatter", ["matmul_reduce_scatter(A [4, 6]", "matmul_reduce_scatter(A [6, 6]"]),
-        ("scatter_dim", ["scatter_dim = 0", "scatter_dim = 1"]),
-        ("pairs", ["B [[6, 2] float32 row-major, [6, 2]", "B [[6, 3] float32 row-major, [6, 3]"]),
-        ("reduce_op", ["reduce_op = 'sum'", "reduce_op = 'avg'"]),
-        ("all_reduce", ["matmul_all_reduce(A [3, 6]", "matmul_all_reduce(A [4, 6]"]),
-        ("sum", ["matmul_reduce_scatter(A [4, 6]", "matmul_all_reduce(A [4, 6]"]),
-        ("path", ["return_A = False", "gather_dim = 0"]),
-    ],
+    quick.first(
+        7,
+        [
+            ("rows", ["A_shard [4, 6] float32 row-major", "A_shard [5, 6] float32 row-major"]),
+            ("K", ["A_shard [4, 6] float32", "A_shard [4, 7] float32"]),
+            ("dtype", ["A_shard [4, 6] float32", "A_shard [4, 6] float64"]),
+            ("return_A", ["return_A = False", "return_A = True"]),
+            ("op", ["all_gather_matmul(A_shard [4, 6]", "matmul_reduce_scatter(A [4, 6]"]),
+            ("scatter", ["matmul_reduce_scatter(A [4, 6]", "matmul_reduce_scatter(A [6, 6]"]),
+            ("scatter_dim", ["scatter_dim = 0", "scatter_dim = 1"]),
+            (
+                "pairs",
+                ["B [[6, 2] float32 row-major, [6, 2]", "B [[6, 3] float32 row-major, [6, 3]"],
+            ),
+            ("reduce_op", ["reduce_op = 'sum'", "reduce_op = 'avg'"]),
+            ("all_reduce", ["matmul_all_reduce(A [3, 6]", "matmul_all_reduce(A [4, 6]"]),
+            ("sum", ["matmul_reduce_scatter(A [4, 6]", "matmul_all_reduce(A [4, 6]"]),
+            ("path", ["return_A = False", "gather_dim = 0"]),
+        ],
+    ),
 )
 def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "30"}) as pool:
@@ -100,7 +107,7 @@ def test_late_rank_ends_a_wait_of_any_path(kind: str) -> None:
         pool.kill()
 
 
-@pytest.mark.parametrize("kind", ["unfused", "scatter", "backward", "first"])
+@pytest.mark.parametrize("kind", quick.first(2, ["unfused", "first", "scatter", "backward"]))
 def test_late_rank_is_waited_for_within_the_limit(kind: str) -> None:
     environment = {"AGMM_TIMEOUT_S": "30", "AGMM_WARN_S": "0.5"}
     with RankPool(2, env=environment) as pool:
@@ -112,6 +119,7 @@ def test_late_rank_is_waited_for_within_the_limit(kind: str) -> None:
             assert "for ranks [1] to make their first call in this group" in lines[0]
 
 
+@pytest.mark.slow
 def test_first_call_of_a_group_has_a_limit() -> None:
     with RankPool(2, env={"AGMM_TIMEOUT_S": "1"}) as pool:
         pool.submit(step_work.one_is_late, "first", 4.0)

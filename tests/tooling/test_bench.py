@@ -131,11 +131,18 @@ def test_run_compare_and_plot(tmp_path: Path) -> None:
         assert f"wrote {folder / name}" in again.stderr
 
 
-def test_ways_of_an_all_reduce() -> None:
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        ("matmul_all_reduce", ["roof", "unfused", "agmm", "agmm-fused"]),
+        ("matmul_all_reduce_rms_norm", ["roof", "unfused", "agmm"]),
+    ],
+)
+def test_ways_of_an_all_reduce(op: str, names: list[str]) -> None:
     """Its rows need not be a multiple of the ranks."""
     shapes = [Shape(1, 5, 7), Shape(31, 24, 16)]
-    report = runner.run(Options("cpu", 2, shapes, samples=3, op="matmul_all_reduce"))
-    assert _measured(report) == [dict.fromkeys(["roof", "unfused", "agmm", "agmm-fused"])] * 2
+    report = runner.run(Options("cpu", 2, shapes, samples=3, op=op))
+    assert _measured(report) == [dict.fromkeys(names)] * 2
 
 
 def test_ways_of_a_scatter(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_quick_leaves_out_what_is_compiled(block: Any) -> None:
     assert len(block.ways.select_ways(None, "cuda", False)) == 8
 
 
+@pytest.mark.slow
 def test_ways_that_fail_are_left_out_on_all_ranks(
     rank_pools: Callable[..., RankPool], block: Any
 ) -> None:

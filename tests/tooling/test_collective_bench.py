@@ -114,6 +114,21 @@ def test_explanations_of_several_tensors() -> None:
     assert all(one["predicted_us"] > 0 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        ("--shapes 16x8192x2048 --gpu h200", "one_shot, with residual and norm in the same kernel"),
+        ("--shapes 4096x8192x7168 --gpu h200", ", then an addition and torch's rms_norm"),
+        ("--shapes 16x64x32 --gpu cpu", "shared memory, then an addition and torch's rms_norm"),
+        ("--m 16 --n 8192 --k 64 --gpu h200 --dtype fp8", "dtype: found float8_e4m3fn with"),
+    ],
+)
+def test_a_product_that_is_summed_and_normed_is_explained(args: str, wanted: str) -> None:
+    named = f"explain --op matmul_all_reduce_rms_norm --tp 2 {args}"
+    result = CliRunner().invoke(app, named.split(), prog_name="agmm")
+    assert wanted in " ".join((result.stdout + result.stderr).split())
+
+
 def test_one_shape_kind_has_no_unknown_fields() -> None:
     with pytest.raises(ValueError, match="wanted those of a shape"):
         shape_from({"M": 1})

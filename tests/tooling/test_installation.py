@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[dict[str, str | None], str, str]] = {
         ("broken torch", "script"),
         ("no core", "-m"),
         pytest.param("broken core", "script", marks=pytest.mark.slow),
-        ("stale core", "script"),
+        pytest.param("stale core", "script", marks=pytest.mark.slow),
     ],
 )
 def test_doctor_says_what_is_wrong(run: Run, kind: str, how: str) -> None:
@@ -137,7 +137,7 @@ def test_doctor_says_what_is_wrong(run: Run, kind: str, how: str) -> None:
         ("no torch", "bench"),
         pytest.param("broken torch", "tune", marks=pytest.mark.slow),
         ("no core", "explain"),
-        ("stale core", "bench"),
+        pytest.param("stale core", "bench", marks=pytest.mark.slow),
     ],
 )
 def test_every_command_says_what_is_wrong(run: Run, kind: str, argument: str) -> None:
@@ -197,6 +197,7 @@ def test_commands_name_the_extra_that_is_missing(
 @pytest.mark.parametrize(
     "package", ["typer", pytest.param("rich", marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.slow
 def test_doctor_needs_no_extra(run: Run, package: str) -> None:
     done = run("doctor", how="script", **{package: _missing(package)})
     assert done.returncode == 0, done.stderr

@@ -159,6 +159,7 @@ def _inspected(folder: Path) -> list[Any]:
 @needs_build_for_use
 @pytest.mark.machine_code
 @pytest.mark.compiles.with_args(_inspected)
+@pytest.mark.slow
 def test_matmuls_are_hopper_code_in_registers() -> None:
     kernels = compiles.result(_inspected)
     assert {k.name: k.faults() for k in kernels if k.faults()} == {}

@@ -32,6 +32,7 @@ def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.slow
 def test_every_way_is_right_on_cpu_ranks(dtype: torch.dtype) -> None:
     shapes = [SHAPE, SHAPE._replace(routing="zipf", k=4), MoEShape(2, 8, 16, 8, 1)]
     shapes.append(MoEShape(128, 32, 48, 8, 8))  # of many choices many sums are rounded

@@ -46,6 +46,7 @@ def written(path: Path, *calls: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_tune_takes_each_call_as_it_was_made(tmp_path: Path, folder: Path) -> None:
     file = written(
         tmp_path / "calls.json",

@@ -88,6 +88,7 @@ def content(built: Built, tmp_path: Path) -> Path:
 
 
 @of_a_wheel
+@pytest.mark.slow
 def test_a_wheel_is_for_one_python_and_manylinux(built: Built) -> None:
     abi = f"cp{THIS.replace('.', '')}"
     assert re.fullmatch(
@@ -101,6 +102,7 @@ def test_a_wheel_is_for_one_python_and_manylinux(built: Built) -> None:
 
 
 @of_a_wheel
+@pytest.mark.slow
 def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
     names = {path.relative_to(content).as_posix() for path in content.rglob("*")}
     tables = {p.name for p in (REPOSITORY / "python" / "agmm").rglob("tables/*.json")}
@@ -111,6 +113,7 @@ def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
 
 
 @of_a_wheel
+@pytest.mark.slow
 def test_the_core_is_compiled_once(built: Built) -> None:
     """The core's own build compiles it; the wheel's compiles the bindings alone."""
     sources = [*REPOSITORY.glob("src/cpu/*.cpp"), *REPOSITORY.glob("src/sync/*.cpp")]
@@ -124,6 +127,7 @@ def test_the_core_is_compiled_once(built: Built) -> None:
 
 
 @of_a_wheel
+@pytest.mark.slow
 def test_a_module_with_a_static_libstdcpp_works_beside_torch(content: Path) -> None:
     """torch's libraries took some of 4623 symbols that it exported, and the process ended by a
     segmentation fault."""
@@ -172,6 +176,7 @@ def _export_more(folder: Path) -> None:
         (_export_more, "linked libraries: found ["),
     ],
 )
+@pytest.mark.slow
 def test_what_should_not_be_in_a_wheel_is_found(
     built: Built, content: Path, spoil: Callable[[Path], None], said: str
 ) -> None:
@@ -185,6 +190,7 @@ def test_what_should_not_be_in_a_wheel_is_found(
 
 
 @of_a_wheel
+@pytest.mark.slow
 def test_a_tag_that_promises_too_much_is_found(built: Built, tmp_path: Path) -> None:
     name = re.sub(r"manylinux_2_\d+", "manylinux_2_5", built.wheel.name)
     report = Report(wheel := Path(shutil.copy(built.wheel, tmp_path / name)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from agmm.bench import collective_ways, moe_presets
+from agmm.bench import collective_ways, moe_presets, norm_ways
 from agmm.bench.scaled_ways import check_scaling, ways_of
 from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
@@ -21,6 +21,7 @@ from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MOE,
+    NORMED,
     UNDIVIDED,
 )
 from agmm.planning.shapes import AnyShape, Shape
@@ -38,6 +39,7 @@ _ON_GPUS = {
     ALL_GATHER_MATMUL: BENCH_SHAPES,
     MATMUL_REDUCE_SCATTER: SCATTER_BENCH_SHAPES,
     MATMUL_ALL_REDUCE: ALL_REDUCE_BENCH_SHAPES,
+    NORMED: norm_ways.GPU_SHAPES,
 }
 LIMIT_S = 120.0
 """The default of the time that one call of a way may take."""
@@ -81,7 +83,7 @@ class Options:
         dtype = self.dtype
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        if self.op in COLLECTIVES and dtype in FP8:
+        if self.op in (NORMED, *COLLECTIVES) and dtype in FP8:
             raise InvalidArgument(f"dtype: found {dtype} with {self.op}, wanted one without scales")
         plain = [shape for shape in shapes if isinstance(shape, Shape)]
         scaling = check_scaling(dtype, self.scaling, plain)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.bench import collective_ways, moe_ways, scaled_ways
+from agmm.bench import collective_ways, moe_ways, norm_ways, scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.way import ROOF, Workload
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, NORMED
 from agmm.planning.shapes import AnyShape, MoEShape, TensorShape
 from agmm.testing.cases import make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
@@ -64,6 +64,8 @@ def make_problem(
             divided=op == MATMUL_REDUCE_SCATTER,
         )
     problem = Workload(shape, group, device, operands, op)
+    if op == NORMED:
+        return norm_ways.with_norm(problem, seed)
     if scaling is None:
         return problem
     return scaled_ways.make_scaled_problem(problem, scaling, seed)
@@ -101,4 +103,7 @@ def references(problem: Workload, seed: int = 0) -> References:
     part, parts = (rank, world_size) if is_divided else (0, 1)
     found = scattered_sum(operands_of, part, world_size, parts=parts)
     errors = of_all_ranks("the error that is allowed", found.error, group)
-    return References(product, found.rows, max(errors))
+    total = found.rows
+    if isinstance(problem, norm_ways.NormWorkload):
+        total = norm_ways.reference(problem, total)
+    return References(product, total, max(errors))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import agmm
 from agmm.bench.collective_ways import COLLECTIVE_WAYS
 from agmm.bench.moe_ways import MOE_WAYS
+from agmm.bench.norm_ways import NORM_WAYS
 from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import (
@@ -19,6 +20,7 @@ from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MOE,
+    NORMED,
 )
 from agmm.runtime.collectives import by_newer_name
 
@@ -258,6 +260,7 @@ _WAYS_OF = {
     ALL_GATHER_MATMUL: WAYS,
     MATMUL_REDUCE_SCATTER: SCATTER_WAYS,
     MATMUL_ALL_REDUCE: ALL_REDUCE_WAYS,
+    NORMED: NORM_WAYS,
     MOE: MOE_WAYS,
     **COLLECTIVE_WAYS,
 }

@@ -38,7 +38,7 @@ from agmm.cli import report_tables
 from agmm.cli.options import say_left_out
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.problems import ALL_GATHER_MATMUL, COLLECTIVES, MOE, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, COLLECTIVES, MOE, NORMED, OPS
 from agmm.planning.shapes import AnyShape, MoEShape, Shape, TensorShape
 from agmm.runtime.kernels import built
 
@@ -92,8 +92,8 @@ class Request:
                 raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")
 
 
-_WITHOUT_PICTURES = (MOE, *COLLECTIVES)
-"""The ops whose shapes pictures and timelines have no place for."""
+_WITHOUT_PICTURES = (NORMED, MOE, *COLLECTIVES)
+"""The ops that pictures and timelines have no place for."""
 
 
 def list_ways(op: str | None) -> None:

@@ -33,7 +33,7 @@ from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
 NORM = "all_reduce_rms_norm"
-_NORMED = ("one_shot", "two_shot")
+NORMED_METHODS = ("one_shot", "two_shot")
 """The methods of an all-reduce whose kernel adds a residual and a norm (`has_norm`)."""
 
 
@@ -215,13 +215,13 @@ def explain_norm(rows: int, columns: int, itemsize: int, world_size: int, gpu: s
     found = explain_collective("all_reduce", rows, columns, itemsize, world_size, gpu)
     asked = {**found.asked, "op": NORM}
     call = found.call.replace("all_reduce", NORM, 1)
-    if found.plan not in _NORMED or columns * itemsize > _core.MAX_NORM_ROW_BYTES:
+    if found.plan not in NORMED_METHODS or columns * itemsize > _core.MAX_NORM_ROW_BYTES:
         plan = f"{found.plan}, then an addition and torch's rms_norm"
     else:
         plan = f"{found.plan}, with residual and norm in the same kernel"
     norm = (
-        f"{' and '.join(_NORMED)} have residual and norm in their kernel, for rows of at most "
-        f"{_size(_core.MAX_NORM_ROW_BYTES)}; times are those of the all-reduce"
+        f"{' and '.join(NORMED_METHODS)} have residual and norm in their kernel, for rows of at "
+        f"most {_size(_core.MAX_NORM_ROW_BYTES)}; times are those of the all-reduce"
     )
     why_so = f"{found.why}; {norm}" if found.why else ""
     return replace(found, asked=asked, call=call, plan=plan, why=why_so)

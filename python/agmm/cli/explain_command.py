@@ -10,12 +10,13 @@ from agmm.bench.presets import ShapeOptions, shared_equally
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.command_options import ExplainOptions
 from agmm.cli.explain_moe import explain_moe
+from agmm.cli.explain_norm import explain_normed
 from agmm.cli.explanations import Explanation
 from agmm.cli.options import DTYPE_NAMES, DType, Layout, Op, element_bytes
 from agmm.cli.terminal import console, print_table
 from agmm.errors import InvalidArgument
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.problems import COLLECTIVES, CPU, MOE, Problem
+from agmm.planning.problems import COLLECTIVES, CPU, MATMUL_ALL_REDUCE, MOE, NORMED, Problem
 from agmm.planning.shapes import Shape
 
 
@@ -137,11 +138,14 @@ def _products(
 def _product(
     options: ExplainOptions, op: str, shape: Shape, ranks: int, gpu: str, dtype: DType
 ) -> Explanation:
-    called = Problem(*shape, op=op, format=DTYPE_NAMES[dtype], world_size=ranks)
+    of_plan = MATMUL_ALL_REDUCE if op == NORMED else op
+    called = Problem(*shape, op=of_plan, format=DTYPE_NAMES[dtype], world_size=ranks)
     there = replace(called, gpu=gpu, sm_count=gpu_names.HOPPERS.get(gpu, 0))
     layout = (options.b_layout or Layout.column).value
     problem = replace(there, return_A=options.return_a, b_layout=layout)
     if options.activation is not None:
         problem = explain.with_activation(problem, options.activation)
     scaling = None if options.scaling is None else options.scaling.value
+    if op == NORMED:
+        return explain_normed(problem)
     return explain.explain_any(problem, scaling)

@@ -91,6 +91,7 @@ class Op(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
     matmul_all_reduce = "matmul_all_reduce"
+    matmul_all_reduce_rms_norm = "matmul_all_reduce_rms_norm"
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
@@ -187,8 +188,8 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="The projections of this model: QKV and gate/up; for matmul_reduce_scatter and "
-        "matmul_all_reduce the attention's output and down; for moe its experts; for a collective "
-        "its hidden features."
+        "both matmul_all_reduce ops the attention's output and down; for moe its experts; for a "
+        "collective its hidden features."
     ),
 ]
 Tokens = Annotated[

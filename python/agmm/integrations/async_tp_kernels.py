@@ -84,13 +84,13 @@ def _served(
     if key not in routes:
         if len(routes) >= MAX_ROUTES:
             routes.clear()
-        routes[key] = None
-        reason = ways.why_torch()
+        decided, reason = None, ways.why_torch()
         if reason is None:
             reason = ways.why_unfused()
-            routes[key] = ways.serve_apart(group, device) if reason else ways.route(True)
-        if routes[key] is None:
+            decided = ways.serve_apart(group, device) if reason else ways.route(True)
+        if decided is None:
             _warn(op, str(reason))
+        routes[key] = decided  # nothing is kept of a decision that raised
     route = routes[key]
     if route is None:
         return None

@@ -85,6 +85,7 @@ class GatherOfInput(SharedGatherParallel):
         module.register_forward_pre_hook(
             partial(_note_length, lengths, self.sequence_dim), with_kwargs=True
         )
+        module.register_forward_hook(partial(_forget_length, lengths), always_call=True)
         for name in self.names:
             target = Target(self, module.get_submodule(name), f"{type(module).__name__}.{name}")
             hook = partial(_check_length, target, lengths, self.sequence_dim)
@@ -102,6 +103,11 @@ def _note_length(
 ) -> None:
     x = next(iter((*args, *kwargs.values())), None)
     lengths[:] = [x.shape[dim]] if isinstance(x, torch.Tensor) and _is_shard(x) else []
+
+
+def _forget_length(lengths: list[int], *_: Any) -> None:
+    """A linear that is called outside of the module has no length to keep to."""
+    lengths.clear()
 
 
 def _check_length(

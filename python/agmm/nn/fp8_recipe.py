@@ -169,6 +169,11 @@ def resolved(fp8: str | Fp8Recipe | None) -> Fp8Recipe | None:
 
 
 def _check_blocks(recipe: Fp8Recipe) -> None:
+    for name, value in recipe._asdict().items():
+        if isinstance(value, Fp8Cast) and value.is_block and value.is_rowwise:
+            raise InvalidArgument(
+                f"fp8: found {name} with scales of rows and of blocks, wanted one"
+            )
     pairs = ("input", "weight"), ("grad_output", "weight_for_grad_input")
     for names in pairs:
         of_first, of_second = (getattr(recipe, name).is_block for name in names)

@@ -18,6 +18,10 @@ from agmm.ops.checks import needs_gradient
 from agmm.runtime.epilogues import GATED, GatedActivation
 
 
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 class GatedMLP(torch.nn.Module):
     """``down(activation(gate(x)) * up(x))``, each rank with its shard of the hidden features.
 
@@ -88,9 +92,9 @@ class GatedMLP(torch.nn.Module):
         """This rank's rows of the result. Collective.
 
         The parameters of gate and up are used here, and not by the calls of these layers: hooks on
-        them are not called, and FSDP2 is to be given this module or one around it. That holds for
-        down too with scales of blocks where no gradient is wanted: what the gate's kernel quantises
-        goes straight into its product.
+        them are not called, and FSDP2 is to be given this module or one around it. With scales of
+        blocks, and where no gradient is wanted, what the gate's kernel quantises goes straight into
+        down's product, unless another module stands in down's place or down has hooks.
 
         Args:
             x: [M_local, ..., in_features], this rank's rows.
@@ -120,7 +124,9 @@ class GatedMLP(torch.nn.Module):
         recipe = gate.fp8
         given = recipe, x, weights, biases, gate.ranks.own_name
         of_gate: dict[str, Any] = {"activation": self.activation, "strict": gate.strict}
-        if recipe.quantises_gates and not needs_gradient(x, *weights, *biases, *down.parameters()):
+        is_plain = type(down) is RowParallelLinear and not _has_hooks(down)
+        wants_gradient = needs_gradient(x, *weights, *biases, *down.parameters())
+        if recipe.quantises_gates and is_plain and not wants_gradient:
             return down.of_quantised(quantised_gate(*given, **of_gate), x)
         (hidden,) = gather_products(*given, **of_gate)
         return down(hidden)  # type: ignore[no-any-return]

@@ -260,6 +260,11 @@ def _scattered_product(
     target.check_input(x, weight, dim, weight.shape[0])
     rows, length, shape = x.movedim(dim, 0), x.shape[dim], None
     if length % ranks.size:
+        if style.use_local_output:  # Whoever takes plain shards of several sizes cannot know of it.
+            raise target.fault(
+                f"x: found {length} in dimension {dim}, wanted a multiple of the {ranks.size} "
+                "ranks, or the style with use_local_output=False: only a DTensor knows the whole"
+            )
         target.fill_up(length, dim, ranks.size, style.strict)
         rows = filled_up(rows, ranks.size)
         shape = (*x.shape[:-1], weight.shape[1])

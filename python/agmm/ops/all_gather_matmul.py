@@ -216,8 +216,8 @@ def all_gather_matmul(
         A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 (on the CPU float32 and float64
             too), K a multiple of 8 on CUDA.
         B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
-            share one gather; N a multiple of 8 on CUDA. On the CPU also `Packed4BitWeight`, for a
-            float32 A_shard; without backward.
+            share one gather; N a multiple of 8 on CUDA. Also `Packed4BitWeight`, for an A_shard
+            in float32 on the CPU, in bfloat16 on Hopper GPUs; without backward.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.

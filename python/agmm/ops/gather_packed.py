@@ -1,4 +1,5 @@
-"""``all_gather_matmul`` with weights of 4 bits, on the CPU."""
+"""``all_gather_matmul`` with weights of 4 bits: on CPU ranks overlapped, on GPUs a gather and the
+kernel that streams such weights."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
+from agmm.ops import small_collectives
 from agmm.ops.checks import (
     check_bias,
     check_count,
@@ -20,10 +22,10 @@ from agmm.ops.checks import (
 )
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.library import define
-from agmm.ops.pipeline import Ready, Route, serve
+from agmm.ops.pipeline import GATHER, LIBRARY, Ready, Route, serve
 from agmm.planning import call_plans
 from agmm.planning.problems import Problem
-from agmm.runtime import groups
+from agmm.runtime import capabilities, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.packed import Packed4BitWeight
@@ -42,7 +44,7 @@ def gather_packed(
     return_A: bool,
     strict: bool,
 ) -> Outs:
-    """A, of no meaning without ``return_A``, and the products, in float32. Collective."""
+    """A, of no meaning without ``return_A``, and the products, in its dtype. Collective."""
     for B in Bs:
         if not isinstance(B, Packed4BitWeight):
             raise InvalidArgument(
@@ -84,15 +86,27 @@ def _check(
     gather_dim: int,
 ) -> None:
     check_operand("A_shard", A_shard)
-    if A_shard.device.type != "cpu":
+    wanted = _DTYPES.get(A_shard.device.type)
+    if wanted is None:
         raise InvalidArgument(
-            f"A_shard: found device {A_shard.device} with a Packed4BitWeight, wanted cpu: there is "
-            "no kernel for other devices"
+            f"A_shard: found device {A_shard.device} with a Packed4BitWeight, wanted cpu or cuda"
         )
-    if A_shard.dtype != torch.float32:
+    if A_shard.dtype != wanted:
         raise InvalidArgument(
-            f"A_shard: found dtype {A_shard.dtype} with a Packed4BitWeight, wanted torch.float32"
+            f"A_shard: found dtype {A_shard.dtype} with a Packed4BitWeight, wanted {wanted} on "
+            f"{A_shard.device.type}"
         )
+    reason = None
+    if A_shard.device.type == "cuda":
+        reason = capabilities.why_not(capabilities.MATMULS, A_shard.device)
+    if reason is not None:
+        raise InvalidArgument(f"{reason}, for a Packed4BitWeight")
+    for B in Bs:
+        if B.packed.device != A_shard.device:
+            raise InvalidArgument(
+                f"B: found a Packed4BitWeight on {B.packed.device}, wanted {A_shard.device} as "
+                "A_shard"
+            )
     check_rows("A_shard", A_shard)
     last = A_shard.dim() - 1
     if not -A_shard.dim() <= gather_dim < last or gather_dim == -1:
@@ -106,13 +120,20 @@ def _check(
             check_bias(bias, B.N, "A_shard", A_shard)
 
 
+_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""The dtype of A, by the type of its device."""
+
+
 class _PackedGather(GatherCall):
     """``all_gather(A_shard) @ B (+ bias)`` for each weight of 4 bits.
 
+    On GPUs no kernel starts on chunks: agmm's gather, or the group's where it is faster, comes
+    first.
+
     Args:
-        A_shard: float32 [M_local, ..., K], on the CPU.
+        A_shard: [M_local, ..., K], float32 on the CPU, bfloat16 on a GPU.
         Bs: the weights.
-        biases: float32 [N] or None for each weight.
+        biases: [N] of A's dtype, or None, for each weight.
     """
 
     def __init__(
@@ -158,6 +179,24 @@ class _PackedGather(GatherCall):
     def why_no_kernel(self) -> str | None:
         return None
 
+    def asks_a_plan(self) -> bool:
+        return self.device.type == "cpu" and super().asks_a_plan()
+
+    def route(self) -> Route:
+        if self.device.type == "cpu":
+            return super().route()
+        if self.group.size() == 1:
+            return Route(LIBRARY)
+        reason = small_collectives.why_not(
+            "all_gather", self.values, self.group, strict=self.strict
+        )
+        if reason is None:
+            return Route(GATHER, lasts=False)
+        # A shard that is large is a matter of choice.
+        if not self.strict:
+            reason = small_collectives.why_not("all_gather", self.values, self.group, strict=True)
+        return Route(LIBRARY, reason)
+
     @property
     def values(self) -> torch.Tensor:
         return self.shard
@@ -188,21 +227,22 @@ class _PackedGather(GatherCall):
         )
 
     def ready_behind_gather(self) -> Ready:
-        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+        gather = small_collectives.prepare_gather(self.shard, self.group)
+        return lambda: self._products(gather(self.shard))
 
     def ready_by_copies(self, pieces: int) -> Ready:
-        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+        raise NotImplementedError("no kernel multiplies pieces by weights of 4 bits")
 
     def ready_on_cuda(self, *_: Any) -> Ready:
-        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+        raise NotImplementedError("no kernel multiplies chunks by weights of 4 bits")
+
+    def _products(self, A: torch.Tensor) -> _Matrices:
+        outs = [B.product(A, bias) for B, bias in zip(self.Bs, self.biases, strict=True)]
+        return A, outs
 
     def by_library(self, words: Call) -> Gathered:
         A = start_all_gather(self.shard, self.group.group_name, 0, call=words)()
-        outs = [B.product(A) for B in self.Bs]
-        for out, bias in zip(outs, self.biases, strict=True):
-            if bias is not None:
-                out.add_(bias)
-        return self.finished((A, outs), None)
+        return self.finished(self._products(A), None)
 
     def on_nothing(self) -> Gathered:
         shard = self.shard
@@ -263,7 +303,7 @@ define(
     "_all_gather_packed_matmul",
     _Arguments,
     "(Tensor A, Tensor[] outs)",
-    run={"CPU": _impl},
+    run={"CPU": _impl, "CUDA": _impl},
     fake=_fake,
     check_grad=_check_grad,
 )

@@ -108,9 +108,12 @@ def instead(call: OpCall[Any]) -> Route | None:
 def by_messages(call: OpCall[Any]) -> Route | None:
     """The route of a call whose ranks share no memory, where AGMM_MESSAGES asks for messages; None
     for others. The same on all ranks, and collective at a group's first use."""
-    if not _env.is_on(_env.MESSAGES) or call.group.size() == 1 or not _are_enough(call):
+    if call.group.size() == 1 or not _are_enough(call):
         return None
-    call_plans.agree(call.group, call.device)  # which finds ranks that were asked otherwise
+    groups.of(call.group).hosts()  # which finds ranks that were asked otherwise
+    if not _env.is_on(_env.MESSAGES):
+        return None
+    call_plans.agree(call.group, call.device)
     if not shares_no_memory(call.group, call.device):
         return None
     if call.device.type == "cpu":

@@ -190,7 +190,10 @@ MOE = "moe"
 """Both calls of a mixture of experts, which `agmm bench` times and which have no plan."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_rms_norm")
 """The ops without a matmul, which `agmm bench` times and `agmm explain` explains."""
-UNDIVIDED = (MATMUL_ALL_REDUCE, *COLLECTIVES[2:])
+NORMED = "matmul_all_reduce_rms_norm"
+"""A matmul + all-reduce with residual and norm, which `agmm bench` times and `agmm explain`
+explains; its sum has the plans of `MATMUL_ALL_REDUCE`."""
+UNDIVIDED = (MATMUL_ALL_REDUCE, NORMED, *COLLECTIVES[2:])
 """The ops whose rows the ranks need not share equally."""
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 """The ops whose kernels have timed variants, of which `agmm bench` records timelines."""

@@ -6,12 +6,15 @@ atomics over links in `links` and `group_gpus`.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from agmm import _core
+from agmm.errors import AgmmError
 
 _Version = tuple[int, int]
 """A compute capability: the major and the minor number."""
@@ -72,3 +75,22 @@ def why_not(feature: Feature, device: torch.device) -> str | None:
             f"{feature.wanted} for agmm's {feature.name}"
         )
     return None
+
+
+def by_feature(told: Sequence[str]) -> list[tuple[str, ...]]:
+    """The reasons of all ranks, feature by feature.
+
+    Args:
+        told: what each rank says of `FEATURES`, as JSON.
+
+    Raises:
+        AgmmError: the ranks' builds know several numbers of features.
+    """
+    by_rank = [json.loads(one) for one in told]
+    counts = [len(reasons) for reasons in by_rank]
+    if len(set(counts)) > 1:
+        raise AgmmError(
+            f"build of agmm: found ranks whose builds know {counts} features, wanted the same "
+            "build on all ranks"
+        )
+    return list(zip(*by_rank, strict=True))

@@ -5,98 +5,133 @@ The layout is that of `src/gemm/sm90/packed_weight.hpp`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda_calls import aligned_pointer, bias_pointer
-from agmm.runtime.packed import check_sizes
 from agmm.runtime.streams import stream_of
 
 _COLUMNS, _DEPTH = 64, 128
 """The columns, and the K, of an atom (`agmm::PackedAtom`)."""
 _SMALL_GROUP = 32
-"""The K of a group where an atom has several; larger groups are several of these."""
+"""The K of a group where an atom has several; larger groups are several of these. torch's packing
+for CPUs has the same multiple."""
 _ZERO = 8
 """How a value of 0 is stored."""
 
 
-@dataclass(frozen=True, eq=False)
-class CudaPackedWeight:
-    """A weight [K, N] of 4 bits as the kernel reads it."""
+def check_sizes(k: int, n: int, group_size: int) -> None:
+    """Checks the sizes of a weight [K, N] of 4 bits.
 
-    packed: torch.Tensor
-    """uint8 [ceil(N / 64), ceil(K / 128), bytes of an atom]."""
+    Raises:
+        InvalidArgument: K is odd, or ``group_size`` is neither K nor a multiple of 32 that divides
+            it.
+    """
+    if k < 1 or n < 1 or k % 2:
+        raise InvalidArgument(f"K, N: found K={k}, N={n}, wanted at least 1, and an even K")
+    if group_size != k and (group_size < 1 or group_size % _SMALL_GROUP or k % group_size):
+        raise InvalidArgument(
+            f"group_size: found {group_size}, wanted K={k}, or a multiple of {_SMALL_GROUP} "
+            "that divides it"
+        )
+
+
+class Sizes(NamedTuple):
+    """What a packed weight [K, N] holds."""
+
     K: int
     N: int
-    groups: int
-    """How many groups the 128 of K of an atom have: 1 or 4."""
+    group_size: int
 
     @property
-    def shape(self) -> torch.Size:
-        """[K, N], of the weight as B."""
-        return torch.Size((self.K, self.N))
+    def groups(self) -> int:
+        """How many groups the 128 of K of an atom have: 1 or 4."""
+        is_large = self.group_size == self.K or self.group_size % _DEPTH == 0
+        return 1 if is_large else _DEPTH // _SMALL_GROUP
 
-    def product(
-        self,
-        a: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        splits: int | None = None,
-        sm_count: int = 0,
-    ) -> torch.Tensor:
-        """``a @ B (+ bias)``, rounded once to bfloat16.
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """The atoms along N and K, and the bytes of each: its values, and its scales, in float32
+        where it has one group, else in bfloat16."""
+        of_scales = _COLUMNS * self.groups * (4 if self.groups == 1 else 2)
+        atoms = -(-self.N // _COLUMNS), -(-self.K // _DEPTH)
+        return *atoms, _COLUMNS * _DEPTH // 2 + of_scales
 
-        Args:
-            a: bfloat16 [M, K], contiguous, on the weight's GPU.
-            bias: bfloat16 [N] or None.
-            splits: into how many parts K is split; None for those of a weight of this size.
-            sm_count: CTAs at most; 0 for as many as there are multiprocessors.
-
-        Raises:
-            InvalidArgument: the kernel cannot take the operands, or one requires a gradient, which
-                it has none; the message says why.
-        """
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, bias)):
+    def check(self) -> None:
+        """Raises InvalidArgument where the kernel has no such weight."""
+        check_sizes(self.K, self.N, self.group_size)
+        if self.K % _core.ALIGNMENT or self.N % _core.ALIGNMENT:
             raise InvalidArgument(
-                "a, b: found requires_grad=True, wanted a call under torch.no_grad(): the "
-                "product has no backward"
+                f"K, N: found K={self.K}, N={self.N}, wanted multiples of {_core.ALIGNMENT}"
             )
-        if a.dtype != torch.bfloat16 or a.dim() != 2 or a.shape[1] != self.K:
-            found = f"{a.dtype} {tuple(a.shape)}"
-            raise InvalidArgument(f"a: found {found}, wanted torch.bfloat16 [M, {self.K}]")
-        if not a.is_contiguous() or a.device != self.packed.device:
-            raise InvalidArgument(
-                f"a: found strides {tuple(a.stride())} on {a.device}, wanted contiguous rows on "
-                f"{self.packed.device}"
-            )
-        if bias is not None and (bias.dtype != torch.bfloat16 or bias.shape != (self.N,)):
-            found = f"{bias.dtype} {tuple(bias.shape)}"
-            raise InvalidArgument(f"bias: found {found}, wanted torch.bfloat16 ({self.N},)")
-        out = a.new_empty(a.shape[0], self.N)
-        if splits is None:
-            splits = _core.streaming_splits(self.N, self.K, 4)
-        copies: list[torch.Tensor] = []  # they live until the call is enqueued
-        addresses = [
-            aligned_pointer(a, copies),
-            self.packed.data_ptr(),
-            bias_pointer(bias, copies),
-            out.data_ptr(),
-        ]
-        size = a.shape[0], self.N, self.K
-        with torch.cuda.device(a.device):
-            stream = stream_of(a.device)
-            try:
-                _core.packed_matmul(size, self.groups, splits, addresses, stream, sm_count)
-            except ValueError as error:
-                raise InvalidArgument(str(error)) from None
+
+
+def product(
+    packed: torch.Tensor,
+    sizes: Sizes,
+    a: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: int | None = None,
+    sm_count: int = 0,
+) -> torch.Tensor:
+    """``a @ B (+ bias)``, rounded once to bfloat16.
+
+    Args:
+        packed: what `pack` has made of B.
+        sizes: B's.
+        a: bfloat16 [M, K], contiguous, on the weight's GPU.
+        bias: bfloat16 [N] or None.
+        splits: into how many parts K is split; None for those of a weight of this size.
+        sm_count: CTAs at most; 0 for as many as there are multiprocessors.
+
+    Raises:
+        InvalidArgument: the kernel cannot take the operands, or one requires a gradient, which
+            it has none; the message says why.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, bias)):
+        raise InvalidArgument(
+            "a, b: found requires_grad=True, wanted a call under torch.no_grad(): the "
+            "product has no backward"
+        )
+    if a.dtype != torch.bfloat16 or a.dim() != 2 or a.shape[1] != sizes.K:
+        found = f"{a.dtype} {tuple(a.shape)}"
+        raise InvalidArgument(f"a: found {found}, wanted torch.bfloat16 [M, {sizes.K}]")
+    if not a.is_contiguous() or a.device != packed.device:
+        raise InvalidArgument(
+            f"a: found strides {tuple(a.stride())} on {a.device}, wanted contiguous rows on "
+            f"{packed.device}"
+        )
+    if bias is not None and (bias.dtype != torch.bfloat16 or bias.shape != (sizes.N,)):
+        found = f"{bias.dtype} {tuple(bias.shape)}"
+        raise InvalidArgument(f"bias: found {found}, wanted torch.bfloat16 ({sizes.N},)")
+    out = a.new_empty(a.shape[0], sizes.N)
+    if out.numel() == 0:
         return out
+    if splits is None:
+        splits = _core.streaming_splits(sizes.N, sizes.K, 4)
+    copies: list[torch.Tensor] = []  # they live until the call is enqueued
+    addresses = [
+        aligned_pointer(a, copies),
+        packed.data_ptr(),
+        bias_pointer(bias, copies),
+        out.data_ptr(),
+    ]
+    size = a.shape[0], sizes.N, sizes.K
+    with torch.cuda.device(a.device):
+        stream = stream_of(a.device)
+        try:
+            _core.packed_matmul(size, sizes.groups, splits, addresses, stream, sm_count)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
+    return out
 
 
-def pack(weight: torch.Tensor, scales: torch.Tensor, group_size: int) -> CudaPackedWeight:
-    """Pack a weight, on any device.
+def pack(weight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Pack a weight, on any device, as uint8 of `Sizes.packed_shape`.
 
     Args:
         weight: uint8 [N, K / 2], two values of a row in a byte, the first in the low bits; a value
@@ -112,16 +147,14 @@ def pack(weight: torch.Tensor, scales: torch.Tensor, group_size: int) -> CudaPac
         found = f"{weight.dtype} {tuple(weight.shape)}"
         raise InvalidArgument(f"weight: found {found}, wanted torch.uint8 [N, K / 2]")
     n, k = weight.shape[0], 2 * weight.shape[1]
-    check_sizes(k, n, group_size)
-    if k % _core.ALIGNMENT or n % _core.ALIGNMENT:
-        raise InvalidArgument(f"K, N: found K={k}, N={n}, wanted multiples of {_core.ALIGNMENT}")
+    sizes = Sizes(k, n, group_size)
+    sizes.check()
     if scales.shape != (n, k // group_size):
         raise InvalidArgument(
             f"scales: found shape {tuple(scales.shape)}, wanted ({n}, {k // group_size})"
         )
-    is_large = group_size == k or group_size % _DEPTH == 0
-    groups = 1 if is_large else _DEPTH // _SMALL_GROUP
-    tiles_n, tiles_k = -(-n // _COLUMNS), -(-k // _DEPTH)
+    groups = sizes.groups
+    tiles_n, tiles_k, _ = sizes.packed_shape
     values = torch.stack((weight & 15, weight >> 4), -1).flatten(1)
     whole = weight.new_full((tiles_n * _COLUMNS, tiles_k * _DEPTH), _ZERO)
     whole[:n, :k] = values
@@ -132,10 +165,10 @@ def pack(weight: torch.Tensor, scales: torch.Tensor, group_size: int) -> CudaPac
     nibbles = fields.reshape(tiles_n, tiles_k, -1, 2)
     bytes_ = nibbles[..., 0] | nibbles[..., 1] << 4
     per_group = _DEPTH // groups
-    dtype = torch.float32 if is_large else torch.bfloat16
+    dtype = torch.float32 if groups == 1 else torch.bfloat16
     of_groups = scales.reshape(n, -1).to(dtype).repeat_interleave(group_size, 1)[:, ::per_group]
     every = of_groups.new_zeros(tiles_n * _COLUMNS, tiles_k * groups)
     every[:n, : of_groups.shape[1]] = of_groups
     of_atoms = every.view(tiles_n, _COLUMNS, tiles_k, groups).permute(0, 2, 3, 1)
     of_atoms = of_atoms.reshape(tiles_n, tiles_k, -1).contiguous().view(torch.uint8)
-    return CudaPackedWeight(torch.cat((bytes_, of_atoms), -1).contiguous(), k, n, groups)
+    return torch.cat((bytes_, of_atoms), -1).contiguous()

@@ -2,8 +2,7 @@
 words through its store.
 
 Order is the caller's: as with any collective, all ranks make the calls of one group in the same
-order, also where several threads of a process make them. The lock only keeps two calls from running
-into each other.
+order, from whichever threads. The lock only keeps two calls from running into each other.
 """
 
 from __future__ import annotations
@@ -172,7 +171,8 @@ class Group:
         """The host of each rank, by rank. Collective at first use."""
         with self.lock:
             if self._hosts is None:
-                self._hosts = self.exchange("their hosts", host_id())
+                found = self.exchange("their hosts", identity.told(host_id()))
+                self._hosts = identity.agreed(found)
             return self._hosts
 
     def tell(self, topic: str, value: str) -> None:

@@ -4,13 +4,15 @@ of a destroyed group to a later one."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
-from agmm.errors import InvalidArgument
+from agmm import _env
+from agmm.errors import AgmmError, InvalidArgument
 
 _PREFIX = "agmm:"
 _by_own_name: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
@@ -76,3 +78,26 @@ def group_of_mesh(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     if group.size() != mesh.size(dim):
         raise destroyed()
     return group
+
+
+def told(host: str) -> str:
+    """What a rank tells of its host, and of what all ranks of a group are to be asked for alike."""
+    return f"{host} {'on' if _env.is_on(_env.MESSAGES) else 'off'}"
+
+
+def agreed(by_rank: Sequence[str]) -> list[str]:
+    """The host of each rank.
+
+    Args:
+        by_rank: what each has `told`.
+
+    Raises:
+        AgmmError: the ranks are asked for different things.
+    """
+    hosts, values = zip(*(one.rsplit(" ", 1) for one in by_rank), strict=True)
+    if len(set(values)) > 1:
+        ranks = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+        raise AgmmError(
+            f"{_env.MESSAGES.name}: found {ranks} of a group, wanted the same on all its ranks"
+        )
+    return list(hosts)

@@ -1,4 +1,5 @@
-"""Weights of 4 bits on the CPU, as torch packs them, and products with them."""
+"""Weights of 4 bits, on the CPU as torch packs them, on GPUs as agmm's kernel reads them, and
+products with them."""
 
 from __future__ import annotations
 
@@ -7,26 +8,30 @@ from dataclasses import dataclass
 import torch
 
 from agmm.errors import InvalidArgument
-
-_GROUP_MULTIPLE = 32  # torch's: of group_size, where it is not K
+from agmm.runtime import cuda_packed
+from agmm.runtime.cuda_packed import check_sizes
 
 
 @dataclass(frozen=True, eq=False)
 class Packed4BitWeight:
-    """What ``torch.ops.aten._dyn_quant_pack_4bit_weight`` packs of a weight, with its sizes.
+    """A packed weight of 4 bits, with its sizes, taken as B by `agmm.all_gather_matmul`.
 
-    Taken as B by `agmm.all_gather_matmul` on the CPU. Each row of A is quantised to 8 bits when it
-    is multiplied, as ``torch.ops.aten._dyn_quant_matmul_4bit`` does it.
+    On the CPU it is what ``torch.ops.aten._dyn_quant_pack_4bit_weight`` packs; each row of A is
+    quantised to 8 bits when it is multiplied, as ``torch.ops.aten._dyn_quant_matmul_4bit`` does it.
+    On Hopper GPUs A is bfloat16, values of a weight are exact in the tensor cores, and the products
+    of each group are scaled and summed in float32.
 
     Attributes:
-        packed: CPU tensor, in a layout of torch's own for this processor.
-        K: rows of B, even.
+        packed: a CPU tensor in a layout of torch's own for this processor, or on a GPU uint8 in
+            that of agmm's kernel; `pack` makes both.
+        K: rows of B, even; on a GPU a multiple of 8, as N.
         N: columns of B.
         group_size: how many values of a column share a scale: K (channel-wise), or a multiple of 32
             that divides K.
 
     Raises:
-        InvalidArgument: sizes that do not go together, another device, or too few bytes for them.
+        InvalidArgument: sizes that do not go together, another device, or too few bytes, on a GPU
+            another shape, for them.
     """
 
     packed: torch.Tensor
@@ -36,9 +41,17 @@ class Packed4BitWeight:
 
     def __post_init__(self) -> None:
         check_sizes(self.K, self.N, self.group_size)
-        if not isinstance(self.packed, torch.Tensor) or self.packed.device.type != "cpu":
-            found = getattr(self.packed, "device", type(self.packed).__name__)
-            raise InvalidArgument(f"packed: found {found}, wanted a tensor on the CPU")
+        device = getattr(self.packed, "device", None)
+        if device is None or device.type not in ("cpu", "cuda"):
+            found = type(self.packed).__name__ if device is None else device
+            raise InvalidArgument(f"packed: found {found}, wanted a tensor on the CPU or a GPU")
+        if device.type == "cuda":
+            self._sizes.check()
+            wanted = self._sizes.packed_shape
+            if self.packed.shape != wanted or self.packed.dtype != torch.uint8:
+                found = f"{self.packed.dtype} {tuple(self.packed.shape)}"
+                raise InvalidArgument(f"packed: found {found}, wanted torch.uint8 {wanted}")
+            return
         least = self.K * self.N // 2
         if self.packed.nbytes < least:
             raise InvalidArgument(
@@ -62,7 +75,7 @@ class Packed4BitWeight:
             scales: [N] or [N, 1] where group_size is K, else [N, K / group_size]; what a value is
                 multiplied with. float32, or for groups bfloat16 too.
             group_size: K when None.
-            bias: float32 [N], added to each product, or None.
+            bias: float32 [N], added to each product, or None; on a GPU the op takes it instead.
 
         Raises:
             InvalidArgument: shapes or dtypes that do not go together.
@@ -78,6 +91,11 @@ class Packed4BitWeight:
             raise InvalidArgument(
                 f"scales: found shape {tuple(scales.shape)}, wanted ({n}, {k // group_size})"
             )
+        if weight.device.type == "cuda":
+            if bias is not None:
+                raise InvalidArgument("bias: found one of a weight on a GPU, wanted the op's bias")
+            of_groups = scales.reshape(n, -1)
+            return cls(cuda_packed.pack(weight, of_groups, group_size), k, n, group_size)
         if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32):
             raise InvalidArgument(
                 f"bias: found {bias.dtype} {tuple(bias.shape)}, wanted torch.float32 ({n},)"
@@ -93,24 +111,15 @@ class Packed4BitWeight:
         """[K, N], of the weight as B."""
         return torch.Size((self.K, self.N))
 
-    def product(self, a: torch.Tensor) -> torch.Tensor:
-        """``a @ B`` [M, N] of float32 a [M, K]."""
+    @property
+    def _sizes(self) -> cuda_packed.Sizes:
+        return cuda_packed.Sizes(self.K, self.N, self.group_size)
+
+    def product(self, a: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``a @ B (+ bias)`` [M, N] of a [M, K] and bias [N]: float32 on the CPU, bfloat16 on a
+        GPU."""
+        if self.packed.device.type == "cuda":
+            return cuda_packed.product(self.packed, self._sizes, a.contiguous(), bias)
         multiply = torch.ops.aten._dyn_quant_matmul_4bit.default
         found: torch.Tensor = multiply(a.contiguous(), self.packed, self.group_size, self.K, self.N)
-        return found
-
-
-def check_sizes(k: int, n: int, group_size: int) -> None:
-    """Checks the sizes of a weight [K, N] of 4 bits.
-
-    Raises:
-        InvalidArgument: K is odd, or ``group_size`` is neither K nor a multiple of 32 that divides
-            it.
-    """
-    if k < 1 or n < 1 or k % 2:
-        raise InvalidArgument(f"K, N: found K={k}, N={n}, wanted at least 1, and an even K")
-    if group_size != k and (group_size < 1 or group_size % _GROUP_MULTIPLE or k % group_size):
-        raise InvalidArgument(
-            f"group_size: found {group_size}, wanted K={k}, or a multiple of {_GROUP_MULTIPLE} "
-            "that divides it"
-        )
+        return found if bias is None else found.add_(bias)

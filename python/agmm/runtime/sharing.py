@@ -36,6 +36,12 @@ def agree(known: Group, device: torch.device, slot_bytes: int, captured: bool) -
     own, made = links.uuid(device.index), rendezvous.made
     told = json.dumps([slot_bytes, own, made.count, captured, made.failed, versions()])
     found = [json.loads(each) for each in known.exchange("the size of a workspace", told)]
+    fields = [len(entry) for entry in found]
+    if len(set(fields)) > 1:
+        raise AgmmError(
+            f"build of agmm: found ranks whose builds tell {fields} facts of a workspace, wanted "
+            "the same build on all ranks"
+        )
     sizes = sorted({entry[0] for entry in found})
     if len(sizes) > 1:
         raise AgmmError(

@@ -48,8 +48,7 @@ def why_group_unfused(
         with known.lock:
             own = [why_unfused(device, each) or "" for each in capabilities.FEATURES]
             told = known.exchange("whether their GPUs run the kernels", json.dumps(own))
-            # The reasons of all ranks, feature by feature.
-            reasons = list(zip(*map(json.loads, told), strict=True))
+            reasons = capabilities.by_feature(told)
             found = {
                 each: own[i] or _first(reasons[i]) for i, each in enumerate(capabilities.FEATURES)
             }
