@@ -51,7 +51,7 @@ def test_the_override_has_agmm_serve(pool: RankPool) -> None:
 def _trained(
     folder: Path, ranks: int, *options: str
 ) -> tuple[list[float], list[dict[str, object]]]:
-    """Of torchtitan's own trainer the loss and the norm of the gradients at every step, which are
+    """The loss and the norm of the gradients at every step of torchtitan's own trainer, which are
     the same on all ranks, and what agmm has computed on each rank."""
     folder.mkdir()
     command = ["-m", "titan_on_cpu", "--module", "titan_tiny", "--config", "tiny"]

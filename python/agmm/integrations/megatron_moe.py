@@ -79,9 +79,9 @@ class _Served(NamedTuple):
         return not any(module._forward_pre_hooks for module in inner)
 
     def forward(self, x: torch.Tensor, second: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Of this rank's tokens, the ids and the weights of their experts, [tokens, k] each, the
-        weighted sums; of rows that Megatron has sorted, and how many each expert has, what Megatron
-        makes of them."""
+        """The weighted sums of the results of each token's experts, where it is given this rank's
+        tokens with the ids and the weights of their experts, [tokens, k] each. Megatron gives rows
+        that it has sorted and how many each expert has, and gets its own results."""
         if second.dim() == 1:
             return self.megatrons(x, second, probs)
         weights = _WEIGHTS[type(self.experts)](self.experts)
