@@ -49,14 +49,13 @@ def test_the_override_has_agmm_serve(pool: RankPool) -> None:
 
 
 def _trained(
-    folder: Path, ranks: int, *options: str
+    folder: Path, config: str, ranks: int, *options: str
 ) -> tuple[list[float], list[dict[str, object]]]:
     """The loss and the norm of the gradients at every step of torchtitan's own trainer, which are
     the same on all ranks, and what agmm has computed on each rank."""
-    folder.mkdir()
-    command = ["-m", "titan_on_cpu", "--module", "titan_tiny", "--config", "tiny"]
+    command = ["-m", "titan_on_cpu", "--module", "titan_tiny", "--config", config]
     command += ["--dump_folder", str(folder), *options]
-    done = torchrun.run(folder, [f"--nproc-per-node={ranks}"], command)
+    done = torchrun.run(folder, [f"--nproc-per-node={ranks}"], command, timeout_s=500)
     assert done.returncode == 0, done.stderr
     texts = {(folder / f"steps.{rank}").read_text() for rank in range(ranks)}
     (steps,) = ([json.loads(line) for line in text.splitlines()] for text in texts)
@@ -64,7 +63,17 @@ def _trained(
     return [value for step in steps for value in step], served
 
 
+@pytest.fixture(scope="module")
+def unsharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What the trainer finds on one rank, in four steps that change the model."""
+    found, _ = _trained(tmp_path_factory.mktemp("whole"), "eager", 1)
+    assert len(set(found)) == len(found) == 8
+    return found
+
+
 @pytest.mark.clients
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     not all(
         importlib.util.find_spec(name)
@@ -72,20 +81,22 @@ def _trained(
     ),
     reason="needs torchtitan and what its trainer requires, which `make test-clients` installs",
 )
-@pytest.mark.slow
-def test_the_trainer_of_torchtitan(tmp_path: Path) -> None:
-    wanted, _ = _trained(tmp_path / "whole", 1)
-    assert len(set(wanted)) == len(wanted) == 8  # of four steps, which the model learns from
-    by_agmm = {"by agmm": ["all_gather_matmul", "matmul_reduce_scatter"], "left": []}
-    for ranks in (2, 4):
-        found, served = _trained(
-            tmp_path / str(ranks),
-            ranks,
-            f"--parallelism.tensor_parallel_degree={ranks}",
-            "--override.imports=agmm.integrations.torchtitan.by_agmm",
-        )
-        assert served == [by_agmm] * ranks
-        assert found == pytest.approx(wanted, rel=1e-4)
+@pytest.mark.parametrize(
+    ("config", "ranks", "ops"),
+    [
+        ("eager", 2, ["all_gather_matmul", "matmul_reduce_scatter"]),
+        ("eager", 4, ["all_gather_matmul", "matmul_reduce_scatter"]),
+        ("compiled", 2, ["all_gather_matmul"]),  # torch's pass finds no scatter in its graphs
+    ],
+)
+def test_the_trainer_of_torchtitan(
+    tmp_path: Path, unsharded: list[float], config: str, ranks: int, ops: list[str]
+) -> None:
+    degree = f"--parallelism.tensor_parallel_degree={ranks}"
+    by_agmm = "--override.imports=agmm.integrations.torchtitan.by_agmm"
+    found, served = _trained(tmp_path, config, ranks, degree, by_agmm)
+    assert served == [{"by agmm": ops, "left": []}] * ranks
+    assert found == pytest.approx(unsharded, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ def _as_a_gpu() -> None:
     kernels.__getattr__ = lambda name: None
     sys.modules[kernels.__name__] = kernels
     titan_work.mm_with_out_dtype()
+    distributed: Any = dist
+    distributed.is_nccl_available = lambda: True  # without which the compiler puts in no fused op
     if not hasattr(dist, "set_timeout"):  # of a later torch than 2.13
-        distributed: Any = dist
         distributed.set_timeout = dist.distributed_c10d._set_pg_timeout
 
 

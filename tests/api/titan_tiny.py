@@ -1,6 +1,6 @@
-"""A configuration for torchtitan's trainer, which imports this module by its name: torchtitan's
-debug model with two layers, whose linears call torch's fused ops, and what it lacks in a test: data
-and weights that are the same on any number of ranks, and losses that are written in full."""
+"""Configurations for torchtitan's trainer, which imports this module by its name: torchtitan's
+debug model with two layers, and what it lacks in a test: data and weights that are the same on any
+number of ranks, and losses that are written in full."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import CompileConfig
 from torchtitan.models.common import Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel_dist_gemm
+from torchtitan.models.llama3.config_registry import (
+    llama3_debugmodel,
+    llama3_debugmodel_dist_gemm,
+)
 
 _LAYERS, _LENGTH, _BATCH, _STEPS = 2, 16, 2, 4
 
@@ -106,9 +110,21 @@ def _shape(config: Any) -> tuple[int, ...]:
     return (config.normalized_shape,)
 
 
-def tiny() -> Any:
-    """What `--config tiny` stands for."""
-    config = llama3_debugmodel_dist_gemm()
+def eager() -> Any:
+    """What `--config eager` stands for: linears that call torch's fused ops."""
+    return _small(llama3_debugmodel_dist_gemm())
+
+
+def compiled() -> Any:
+    """What `--config compiled` stands for: layers in which torch's compiler puts the fused ops."""
+    config = _small(llama3_debugmodel())
+    config.compile = CompileConfig(
+        enable=True, enable_async_tensor_parallel=True, components=["model"]
+    )
+    return config
+
+
+def _small(config: Any) -> Any:
     model = config.model_spec.model
     model.layers = model.layers[:_LAYERS]
     for layer in model.layers:  # torch has no backward of FlexAttention on the CPU
