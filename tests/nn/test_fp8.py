@@ -69,6 +69,7 @@ def test_llama_block_follows_the_unsharded_fp8_block(
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_layers(pool: RankPool, dynamic: bool) -> None:
     check(pool.run(work.compiled, 2, dynamic), 2)
 

@@ -107,6 +107,7 @@ def _scaled(name: str, kernel: str, factor: float, usual: float | None = None) -
         pytest.param(replace(START, cluster_split_us=(4.7, 4.0)), id="splits in a cluster, each"),
     ],
 )
+@pytest.mark.slow
 def test_what_differs_from_the_constants_is_found_out(truth: Constants) -> None:
     before, after = _lost_before_and_after(_sweep(truth))
     assert before > 0.01

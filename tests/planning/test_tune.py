@@ -143,6 +143,7 @@ def test_tune_fp8(folder: Path) -> None:
     assert list(tuner.tune(options)) == [], "done before"
 
 
+@pytest.mark.slow
 def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_wrong_scatter)
     options = tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1], op=SCATTER.op)
@@ -152,6 +153,7 @@ def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.row is None
 
 
+@pytest.mark.slow
 def test_rows_of_another_version_are_tuned_again() -> None:
     tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, UNFUSED, 1.0, 1.0, 1.0, "0.0.1"))])
     outcomes = list(tuner.tune(tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1])))
@@ -263,6 +265,7 @@ def test_nothing_is_measured_for_a_table_that_cannot_be_written(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_under_torchrun(folder: Path, tmp_path: Path) -> None:
     program = [*TUNE[1:], "--shapes", "10x8x8"]
     done = torchrun.run(tmp_path, ["--nproc-per-node=2"], program)

@@ -90,7 +90,7 @@ def test_each_public_function_that_ranks_call_together_is_tried() -> None:
         "unfused",
         pytest.param("scatter", marks=pytest.mark.slow),
         pytest.param("all_reduce", marks=pytest.mark.slow),
-        "backward",
+        pytest.param("backward", marks=pytest.mark.slow),
     ],
 )
 def test_late_rank_ends_a_wait_of_any_path(kind: str) -> None:
@@ -127,7 +127,7 @@ def test_first_call_of_a_group_has_a_limit() -> None:
             pool.collect()
 
 
-@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("kind", quick.first(1, ["gather", "scatter", "reduce"]))
 def test_threads_of_a_rank_take_turns(pool: RankPool, kind: str) -> None:
     for _ in range(3):
         assert pool.run(step_work.threads_on_one_group, 4, 20, kind) == [[]] * 5

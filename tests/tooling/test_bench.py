@@ -145,6 +145,7 @@ def test_ways_of_an_all_reduce(op: str, names: list[str]) -> None:
     assert _measured(report) == [dict.fromkeys(names)] * 2
 
 
+@pytest.mark.slow
 def test_ways_of_a_scatter(tmp_path: Path) -> None:
     shapes = [Shape(6, 5, 7), Shape(96, 24, 16)]
     report = runner.run(Options("cpu", 3, shapes, samples=3, op=SCATTER))
@@ -212,6 +213,7 @@ def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
     done = torchrun.run(tmp_path, ["--nproc-per-node=3"], ["-m", "agmm", "bench", *arguments])
