@@ -22,9 +22,9 @@ from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands
 
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _NORM = COLLECTIVES
-_EPS = 1e-6
+EPS = 1e-6
 """What is added to the mean of the squares, as `all_reduce_rms_norm` does by default."""
-_RESIDUAL, _WEIGHT = 10_000, 10_001
+RESIDUAL_SEED, WEIGHT_SEED = 10_000, 10_001
 """Seeds that no rank has."""
 
 GPU_SHAPES = tuple(TensorShape(m, 8192) for m in (16, 64, 256, 512, 1024, 4096))
@@ -59,18 +59,19 @@ def make_problem(
     """The operands of this rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     own = seed + (0 if op == _ALL_GATHER else rank)
-    whole = _drawn(tuple(shape), own, dtype, device)
+    whole = drawn(tuple(shape), own, dtype, device)
     given = whole.chunk(ranks)[rank].clone() if op == _ALL_GATHER else whole
     problem = CollectiveWorkload(shape, group, device, Operands(given, whole, whole), op, seed=seed)
     if op == _NORM:
-        problem.residual = _drawn(tuple(shape), seed + _RESIDUAL, dtype, device)
-        problem.weight = _drawn((shape.K,), seed + _WEIGHT, dtype, device)
+        problem.residual = drawn(tuple(shape), seed + RESIDUAL_SEED, dtype, device)
+        problem.weight = drawn((shape.K,), seed + WEIGHT_SEED, dtype, device)
     return problem
 
 
-def _drawn(
+def drawn(
     size: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """Random numbers, the same on all ranks that give one seed."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(size, generator=generator, device=device).to(dtype)
 
@@ -89,22 +90,23 @@ def references(problem: CollectiveWorkload) -> tuple[torch.Tensor, torch.Tensor,
         one = (
             given
             if source == rank
-            else _drawn(tuple(problem.shape), problem.seed + source, given.dtype, problem.device)
+            else drawn(tuple(problem.shape), problem.seed + source, given.dtype, problem.device)
         )
         exact += one
         usual += one
     if op == _REDUCE_SCATTER:
         exact, usual = exact.chunk(ranks)[rank], usual.chunk(ranks)[rank]
     if op == _NORM:
-        exact = _normed(exact + problem.residual, problem.weight.to(wide))
-        usual = _normed(usual + problem.residual, problem.weight)
+        exact = normed(exact + problem.residual, problem.weight.to(wide))
+        usual = normed(usual + problem.residual, problem.weight)
     error = (usual.to(wide) - exact).norm() / exact.norm()
     dist.all_reduce(error, dist.ReduceOp.MAX, group=problem.group)
     return roof, exact, error.item()
 
 
-def _normed(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(total, total.shape[-1:], weight, _EPS)
+def normed(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The RMS norm of each row by torch."""
+    return functional.rms_norm(total, total.shape[-1:], weight, EPS)
 
 
 def _of_roof(p: CollectiveWorkload) -> torch.Tensor:
@@ -138,7 +140,7 @@ def _by_backend(p: Workload) -> Callable[[], Result]:
         else:
             dist.all_reduce(out.copy_(x), group=group)
         if op == _NORM:
-            return None, _normed(out + p.residual, p.weight)
+            return None, normed(out + p.residual, p.weight)
         return None, out
 
     return call
@@ -154,7 +156,7 @@ def _by_agmm(p: Workload) -> Callable[[], Result]:
     x, group = p.given, p.group
     if p.op == _NORM:
         norm, residual, weight = collectives.all_reduce_rms_norm, p.residual, p.weight
-        return lambda: (None, norm(x, residual, weight, _EPS, group)[0])
+        return lambda: (None, norm(x, residual, weight, EPS, group)[0])
     op: Callable[..., torch.Tensor] = getattr(collectives, p.op)
     return lambda: (None, op(x, group))
 

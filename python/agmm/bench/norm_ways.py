@@ -13,18 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 import agmm
-from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
+from agmm.bench.collective_ways import EPS, RESIDUAL_SEED, WEIGHT_SEED, drawn, normed
+from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name, matmul_roof
 from agmm.planning.shapes import Shape
 
 GPU_SHAPES = tuple(Shape(m, 8192, k) for k in (2048, 7168) for m in (1, 16, 64, 256))
 """The output and the down projection of a layer of Llama 3 70B at 4 ranks, as decoding has them."""
-_EPS = 1e-6
-"""What is added to the mean of the squares: the op's default."""
-_RESIDUAL, _WEIGHT = 10_000, 10_001
-"""Seeds that no rank has."""
 
 
 @dataclass
@@ -41,28 +37,15 @@ def with_norm(problem: Workload, seed: int) -> NormWorkload:
     """The problem of a matmul + all-reduce, with what is added and normed."""
     of_sum = problem.shape, problem.group, problem.device, problem.operands, problem.op
     m, n = problem.shape.M, problem.shape.N
-    residual = _drawn((m, n), seed + _RESIDUAL, problem)
-    return NormWorkload(*of_sum, residual=residual, weight=_drawn((n,), seed + _WEIGHT, problem))
-
-
-def _drawn(size: tuple[int, ...], seed: int, problem: Workload) -> torch.Tensor:
-    device, dtype = problem.device, problem.operands.A.dtype
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(size, generator=generator, device=device).to(dtype)
+    where = problem.operands.A.dtype, problem.device
+    residual = drawn((m, n), seed + RESIDUAL_SEED, *where)
+    weight = drawn((n,), seed + WEIGHT_SEED, *where)
+    return NormWorkload(*of_sum, residual=residual, weight=weight)
 
 
 def reference(problem: NormWorkload, total: torch.Tensor) -> torch.Tensor:
     """The norm in float64 of a sum of products in float64."""
-    return _normed(total + problem.residual.double(), problem.weight.double())
-
-
-def _normed(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(total, total.shape[-1:], weight, _EPS)
-
-
-def _roof(p: Workload) -> Callable[[], Result]:
-    out = torch.empty(p.shape.M, p.shape.N, dtype=p.operands.A.dtype, device=p.device)
-    return lambda: (None, torch.mm(p.operands.A, p.operands.B, out=out))
+    return normed(total + problem.residual.double(), problem.weight.double())
 
 
 def _unfused(p: Workload) -> Callable[[], Result]:
@@ -73,7 +56,7 @@ def _unfused(p: Workload) -> Callable[[], Result]:
 
     def call() -> Result:
         dist.all_reduce(torch.mm(A, B, out=total), group=group)
-        return None, _normed(total.add_(residual), weight)
+        return None, normed(total.add_(residual), weight)
 
     return call
 
@@ -81,7 +64,7 @@ def _unfused(p: Workload) -> Callable[[], Result]:
 def _agmm(config: str | None = None) -> Callable[[Workload], Callable[[], Result]]:
     def prepare(p: Workload) -> Callable[[], Result]:
         assert isinstance(p, NormWorkload)
-        given = p.operands.A, p.operands.B, p.residual, p.weight, _EPS, p.group
+        given = p.operands.A, p.operands.B, p.residual, p.weight, EPS, p.group
 
         def call() -> Result:
             return None, agmm.matmul_all_reduce_rms_norm(*given, config=config)[0]
@@ -94,7 +77,7 @@ def _agmm(config: str | None = None) -> Callable[[Workload], Callable[[], Result
 def _ways() -> dict[str, Way]:
     planned, streamed, title = _agmm(), _agmm("streamed"), "agmm, sum in one kernel"
     return by_name(
-        Way(ROOF, "matmul alone (roof)", _roof, on_cpu=True),
+        Way(ROOF, "matmul alone (roof)", matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce, addition and norm", _unfused, on_cpu=True),
         Way("unfused-graph", "matmul, all-reduce, addition, norm, graph", as_graph(_unfused)),
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),

@@ -13,7 +13,7 @@ import agmm
 from agmm.bench.collective_ways import COLLECTIVE_WAYS
 from agmm.bench.moe_ways import MOE_WAYS
 from agmm.bench.norm_ways import NORM_WAYS
-from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name
+from agmm.bench.way import ROOF, Result, Way, Workload, as_graph, by_name, matmul_roof
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
@@ -23,16 +23,6 @@ from agmm.planning.problems import (
     NORMED,
 )
 from agmm.runtime.collectives import by_newer_name
-
-
-def _roof(p: Workload) -> Callable[[], Result]:
-    out = torch.empty(p.shape.M, p.shape.N, dtype=p.operands.A.dtype, device=p.device)
-    A, B = p.operands.A, p.operands.B
-
-    def call() -> Result:
-        return None, torch.mm(A, B, out=out)
-
-    return call
 
 
 def _unfused(p: Workload) -> Callable[[], Result]:
@@ -195,7 +185,7 @@ _TITLE_OF_ROOF = "matmul alone (roof)"
 
 def _gather_ways() -> dict[str, Way]:
     return by_name(
-        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way(ROOF, _TITLE_OF_ROOF, matmul_roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
         Way("unfused-graph", "all-gather, then matmul, graph", as_graph(_unfused)),
         Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
@@ -223,7 +213,7 @@ def _gather_ways() -> dict[str, Way]:
 def _scatter_ways() -> dict[str, Way]:
     planned, own = (_summed_by_agmm(agmm.matmul_reduce_scatter, s) for s in (False, True))
     return by_name(
-        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way(ROOF, _TITLE_OF_ROOF, matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
         Way("unfused-graph", "matmul, then reduce-scatter, graph", as_graph(_scatter_unfused)),
         Way("torch-fused", "torch fused", _torch_fused),
@@ -239,7 +229,7 @@ def _scatter_ways() -> dict[str, Way]:
 def _all_reduce_ways() -> dict[str, Way]:
     planned, own = (_summed_by_agmm(agmm.matmul_all_reduce, s) for s in (False, True))
     return by_name(
-        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way(ROOF, _TITLE_OF_ROOF, matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),
         Way("unfused-graph", "matmul, then all-reduce, graph", as_graph(_all_reduce_unfused)),
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from agmm.ops import scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
-from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded, summed_dtype
+from agmm.ops.fp8_sums import Fp8Sum, by_library, of_call, rounded, summed_dtype
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_sum
 from agmm.planning.plans import Plan
@@ -111,7 +111,7 @@ class _Load(NamedTuple):
             rows = torch.nn.functional.pad(rows.view(torch.uint8), more).view(A.dtype)
             if self.is_rowwise:
                 scale_a = torch.nn.functional.pad(scale_a, more)
-        return [rows], [B], bias, None, [scale_a], [scale_b]
+        return of_call([rows], [B], bias, [scale_a], [scale_b])
 
 
 class _Library(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded
+from agmm.ops.fp8_sums import Fp8Sum, by_library, of_call, rounded
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
@@ -54,7 +54,7 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
     def operands(self) -> tuple[Any, ...]:
         scale_as = [rows.scale for rows, _ in self.products]
         scale_bs = [weight.B.scale for _, weight in self.products]
-        return self._fronts(), self.given.Bs, self.given.bias, None, scale_as, scale_bs
+        return of_call(self._fronts(), self.given.Bs, self.given.bias, scale_as, scale_bs)
 
     def _fronts(self) -> list[torch.Tensor]:
         """Each A, contiguous, with the scattered dimension first."""

@@ -3,8 +3,9 @@ share, and what differs from operands of other formats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -176,3 +177,14 @@ class Fp8Sum(SumCall):
         why no kernel serves it."""
         ((A, weight),) = self.products
         return problem_of(A, weight, rows, op=MATMUL_REDUCE_SCATTER, group=self.group)
+
+
+def of_call(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    scale_as: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Return the operands as `cuda_scatter.ReadyScatter` takes them; fp8 has no residual."""
+    return As, Bs, bias, None, scale_as, scale_bs

@@ -12,6 +12,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import kept, scatter_plan
 from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_scatter import Fp8Scatter
+from agmm.ops.fp8_sums import of_call
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
@@ -57,16 +58,15 @@ def _run(
 ) -> torch.Tensor:
     """Multiply, sum and scatter by a kept call, or as `serve` decides."""
     As, Bs, scale_as, scale_bs, bias, *_ = given
-    of_residual = None
-    operands = As, Bs, bias, of_residual, scale_as, scale_bs  # those of `Fp8Scatter`
+    operands = of_call(As, Bs, bias, scale_as, scale_bs)
     found: torch.Tensor | None = kept.call_kept(group, kind, *operands)
     if found is not None:
         return found
     scatter_dim, reduce_op, *_, strict, config = settings
     if not As:  # of which there is no call
         check_scaled_scatter(given, group.size(), scatter_dim, reduce_op)
-    of_call = ScatterSettings(scatter_dim, reduce_op, strict, scatter_plan.named(config))
-    return serve(Fp8Scatter(given, group, of_call), kind)
+    asked = ScatterSettings(scatter_dim, reduce_op, strict, scatter_plan.named(config))
+    return serve(Fp8Scatter(given, group, asked), kind)
 
 
 def _fake(call: _Arguments) -> torch.Tensor:
