@@ -51,6 +51,11 @@ def check_weights_of_experts(
     check_stack("weights", weight)
     check_same("weights", weight, of, rows)
     check_inner("weights", weight.shape[1], rows.shape[-1], of)
+    check_experts(weight, offsets)
+
+
+def check_experts(weight: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Refuses a weight that has other experts than the routing."""
     experts = offsets.shape[0] - 1
     if weight.shape[0] != experts:
         raise InvalidArgument(
@@ -71,8 +76,21 @@ def check_bias_of_experts(bias: torch.Tensor, weight: torch.Tensor) -> None:
     """Refuses a bias that is not a row for each expert of the weight."""
     check_operand("bias", bias)
     check_same("bias", bias, "weights", weight)
+    check_bias_shape_of_experts(bias, weight)
+
+
+def check_bias_shape_of_experts(bias: torch.Tensor, weight: torch.Tensor) -> None:
     wanted = weight.shape[0], weight.shape[2]
     if tuple(bias.shape) != wanted:
         raise InvalidArgument(
             f"bias: found shape {tuple(bias.shape)}, wanted {wanted}, a row for each expert"
         )
+
+
+def listed_biases(bias: Any, count: int) -> list[torch.Tensor | None]:
+    """The bias of each weight, of one or of a list of them."""
+    if isinstance(bias, (list, tuple)):
+        return list(bias)
+    if bias is not None and count != 1:
+        raise InvalidArgument(f"bias: found one for {count} weights, wanted a list of one each")
+    return [bias] * count
