@@ -408,6 +408,9 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
     options = {"capacity": rows, "activation": "silu_mul"}
     yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
+    given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
+    options = {"capacity": rows, "activation": "silu_mul", "quantize": "rowwise"}
+    yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
     # Each rank has a slice of all experts here, and so the same routing.
     routing = _routing(total, EXPERTS, device)
     tensors = {name: getattr(routing, name) for name in ("tokens", "offsets", "positions")}
@@ -424,6 +427,8 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     }
     public = "agmm.grouped_matmul_reduce_scatter"
     yield Call(public, given, {"routing": routing}, flops, True)
+    given = {name: tensor.clone() for name, tensor in given.items()}
+    yield Call(public, given, {"routing": routing, "quantize": "block"}, flops, True)
     given = {
         "ys": [make.numbers(rows, K), make.numbers(rows, K)],
         "weights": weights(),

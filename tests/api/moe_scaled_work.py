@@ -172,3 +172,38 @@ def faults(
             fault["again"] = "found other bits in the second call"
         said += [f"{case} {kind} rank {rank}: {n}: {words}" for n, words in fault.items() if words]
     return said
+
+
+def quantised_faults(world_size: int, cases: list[tuple[Case, str]]) -> list[str] | None:
+    """Faults of calls that quantise their operands: results that are far from those of operands as
+    they are, and gradients that are not theirs. Activations are None."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank, said = group.rank(), []
+    for case, kind in cases:
+        found: list[list[torch.Tensor]] = []
+        for quantize in (None, kind):
+            given = whole_of(case)[rank]
+            leaves = [one.requires_grad_() for one in given.leaves().values()]
+            generator = torch.Generator().manual_seed(rank)
+            ys, routing = moe.all_gather_grouped_matmul(
+                *(given.x, given.up, given.ids, group), bias=given.up_bias, quantize=quantize
+            )
+            y = torch.randn(ys[0].shape, generator=generator).requires_grad_()
+            out = moe.grouped_matmul_reduce_scatter(
+                *(y, given.down, routing, given.topk, group),
+                bias=given.down_bias,
+                quantize=quantize,
+            )
+            loss = sum((y * torch.randn(y.shape, generator=generator)).sum() for y in (*ys, out))
+            grads = torch.autograd.grad(loss, [y, *leaves])
+            found.append([out, *ys, *grads])
+        count = 1 + len(found[0]) - len(leaves) - 2
+        for i, (exact_one, one) in enumerate(zip(*found, strict=True)):
+            error = (one - exact_one).norm() / exact_one.norm().clamp(min=1e-9)
+            if i < count and not 1e-4 < error < 0.1:
+                said.append(f"{case} {kind}: result {i}: found an error of {error:.3g}")
+            if i >= count and not torch.equal(one, exact_one):
+                said.append(f"{case} {kind}: gradient {i - count}: found other bits")
+    return said

@@ -47,6 +47,13 @@ def test_results_are_those_of_the_model(pool: RankPool, world_size: int) -> None
     assert [fault for result in results for fault in result or []] == []
 
 
+def test_calls_that_quantise_have_the_gradients_of_what_they_are_given(pool: RankPool) -> None:
+    sizes: dict[str, Any] = {"hidden": 144, "inner": 48, "activation": None}
+    cases = [(Case((5, 5), 2, 2, "zipf", **sizes), kind) for kind in ("rowwise", "block")]
+    cases += [(Case((4, 4), 2, 2, seed=1, column_major=True, **sizes), "block")]
+    assert pool.run(work.quantised_faults, 2, cases)[-2:] == [[], []]
+
+
 def _operands() -> dict[str, Any]:
     torch.manual_seed(0)
     return {
@@ -93,19 +100,25 @@ FP32 = torch.ones(6, 32)
         ),
         ({"out_dtype": torch.float64}, "out_dtype: found torch.float64, wanted one of bfloat16, f"),
         ({"use_fast_accum": 1}, "use_fast_accum: found 1, wanted True or False"),
-        ({"return_gathered": True}, "return_gathered: found True with x in fp8, wanted False"),
+        ({"return_gathered": True}, "return_gathered: found True with tokens that travel in fp8"),
         ({"bias": torch.ones(4, 15)}, r"bias: found shape \(4, 15\), wanted \(4, 16\), a row for"),
         (
             {"x": FP32, "weights": torch.ones(4, 32, 16), "scale_a": None, "scale_b": None}
             | {"out_dtype": torch.float32},
             "out_dtype: found torch.float32 with x in torch.float32, wanted none: only products of",
         ),
+        ({"quantize": "rowwise"}, "quantize: found 'rowwise' with x in torch.float8_e4m3fn and sc"),
+        (
+            {"x": FP32, "weights": torch.ones(4, 32, 16), "scale_a": None, "scale_b": None}
+            | {"quantize": "tensorwise"},
+            "quantize: found 'tensorwise' for experts, wanted 'rowwise' or 'block' or None",
+        ),
         (
             {"bias": torch.ones(4, 16, requires_grad=True)},
             "bias: found requires_grad=True, wanted a call under torch.no_grad",
         ),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{message}"):

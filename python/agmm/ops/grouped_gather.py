@@ -20,6 +20,7 @@ from agmm.ops.checks import (
 from agmm.ops.grouped import GroupedCall
 from agmm.ops.grouped_checks import (
     check_bias_of_experts,
+    check_quantize,
     check_routing,
     check_weights_of_experts,
 )
@@ -53,6 +54,8 @@ class Arguments(NamedTuple):
     save_preactivation: bool = False
     """Whether the products with their biases are results too, behind those that the activation
     makes of them."""
+    quantize: str = ""
+    """The kind of the scales with which x and the weights are quantised for the forward."""
 
     @property
     def epilogue(self) -> Epilogue | None:
@@ -69,6 +72,7 @@ def check(call: Arguments) -> None:
     check_operand("x", x)
     check_matrix("x", x)
     check_dtype("x", x, FLOATS)
+    check_quantize(call.quantize, "x", x)
     check_listed("weights", weights, " weight")
     check_count("bias", call.biases, len(weights), "weights")
     check_routing(call.tokens, call.offsets, call.positions, ("x", call.x))

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
-from agmm.ops.checks import check_flag, check_listed, check_operand
-from agmm.ops.grouped_checks import check_stack, listed_biases
+from agmm.ops.checks import check_listed, check_operand
+from agmm.ops.grouped_checks import check_flags, check_not_gathered, check_stack, listed_biases
 from agmm.ops.grouped_scaled import asked_scales
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
@@ -40,6 +40,7 @@ def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing]: ...
 @overload
 def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
@@ -61,6 +62,7 @@ def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -82,6 +84,7 @@ def all_gather_grouped_matmul(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -103,6 +106,7 @@ def all_gather_grouped_matmul(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -124,6 +128,7 @@ def all_gather_grouped_matmul(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[list[torch.Tensor], Routing]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -145,6 +150,7 @@ def all_gather_grouped_matmul(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
     out_dtype: torch.dtype | None = ...,
     use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[list[torch.Tensor], Routing, torch.Tensor]: ...
 def all_gather_grouped_matmul(
     x: torch.Tensor,
@@ -165,6 +171,7 @@ def all_gather_grouped_matmul(
     scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantize: Literal["rowwise", "block"] | None = None,
 ) -> (
     tuple[torch.Tensor | list[torch.Tensor], Routing]
     | tuple[torch.Tensor | list[torch.Tensor], Routing, torch.Tensor]
@@ -217,6 +224,8 @@ def all_gather_grouped_matmul(
             ⌈K/128⌉, ⌈N/128⌉]; for a list of weights one each.
         out_dtype: of y, where x is in fp8: bfloat16 (when None), float16 or float32.
         use_fast_accum: as in `all_gather_scaled_matmul`; where x is in fp8.
+        quantize: quantise x and the weights to float8_e4m3fn for the forward, with dynamic scales
+            as in `all_gather_matmul`. Gradients are made of the operands as they are.
 
     Returns:
         ``(y, routing)`` with y [capacity, N], zeros behind the last row; with ``return_gathered``
@@ -236,18 +245,12 @@ def all_gather_grouped_matmul(
                 check_operand(name, tensor)
     for weight in given:
         check_stack("weights", weight)
-    for name, flag in (
-        ("return_gathered", return_gathered),
-        ("strict", strict),
-        ("save_gathered", save_gathered),
-        ("save_preactivation", save_preactivation),
-    ):
-        check_flag(name, flag)
-    scales = asked_scales(("x", x), len(given), (scale_a, scale_b), out_dtype, use_fast_accum)
-    if scales is not None and return_gathered:
-        raise InvalidArgument(
-            "return_gathered: found True with x in fp8, wanted False: rows travel with their scales"
-        )
+    check_flags(return_gathered=return_gathered, strict=strict, save_gathered=save_gathered)
+    check_flags(save_preactivation=save_preactivation, use_fast_accum=use_fast_accum)
+    of_fp8 = (scale_a, scale_b), out_dtype, use_fast_accum, quantize
+    scales = asked_scales(("x", x), len(given), *of_fp8)
+    if scales is not None or quantize:
+        check_not_gathered(return_gathered=return_gathered, save_gathered=save_gathered)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     if isinstance(topk_ids, Routing):
@@ -299,6 +302,7 @@ def all_gather_grouped_matmul(
             and needs_grad
             and any(t is not None and t.requires_grad for t in (x, *rest))
         ),
+        quantize or "",
     )
     if epilogue is not None:
         outs = outs[: epilogue.results_of(len(given))]
@@ -319,6 +323,7 @@ def grouped_matmul_reduce_scatter(
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantize: Literal["rowwise", "block"] | None = None,
 ) -> torch.Tensor:
     """The second half of a mixture of experts: each row times its expert's matrix, and for each
     token the sum over its choices, on all ranks, weighted by the router. Collective.
@@ -350,6 +355,7 @@ def grouped_matmul_reduce_scatter(
         scale_b: float32, of weights in fp8, as for `all_gather_grouped_matmul`.
         out_dtype: of the result, where y is in fp8: bfloat16 (when None), float16 or float32.
         use_fast_accum: as in `all_gather_scaled_matmul`; where y is in fp8.
+        quantize: quantise y and the weights for the forward, as `all_gather_grouped_matmul` does.
 
     Returns:
         [T_local, N], of the dtype of y; of fp8 of ``out_dtype``.
@@ -366,8 +372,9 @@ def grouped_matmul_reduce_scatter(
     if not isinstance(given, Routing):
         found = type(given).__name__
         raise InvalidArgument(f"routing: found {found}, wanted an agmm.moe.Routing")
-    check_flag("strict", strict)
-    scales = asked_scales(("y", y), 1, (scale_a, scale_b), out_dtype, use_fast_accum)
+    check_flags(strict=strict, use_fast_accum=use_fast_accum)
+    of_fp8 = (scale_a, scale_b), out_dtype, use_fast_accum, quantize
+    scales = asked_scales(("y", y), 1, *of_fp8)
     group_name = groups.name_of(group)
     of_routing = routing.tokens, routing.offsets, routing.positions
     ranks = group_name, groups.world_size_of(group_name)
@@ -387,5 +394,6 @@ def grouped_matmul_reduce_scatter(
         *(*ranks, counts),
         -1,
         strict,
+        quantize or "",
     )
     return out

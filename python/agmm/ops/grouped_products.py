@@ -272,12 +272,38 @@ def _grad_of_weight(call: _OfWeight) -> torch.Tensor:
 def grad_of_weight_by_torch(
     rows: torch.Tensor, douts: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """``rows.T @ douts`` of each expert, without a look at the device."""
+    """``rows.T @ douts`` of each expert, without a look at the device. That of float16 is rounded
+    to bfloat16 where torch's grouped matmul makes it."""
+    dtype = rows.dtype
+    if dtype == torch.float16:
+        pairs, of_pairs = _in_pairs(rows, first_twice=True), _in_pairs(douts, first_twice=False)
+        if _takes(pairs.t(), of_pairs):
+            rows, douts, offsets = pairs, of_pairs, offsets * _PAIRS
     if _takes(rows.t(), douts):
         out = torch._grouped_mm(rows.t(), douts, offs=offsets[1:])
-        return torch.where((offsets.diff() > 0)[:, None, None], out, 0)
+        return torch.where((offsets.diff() > 0)[:, None, None], out, 0).to(dtype)
     batch = _Batch(offsets, rows.shape[0])
     return torch.bmm(batch.spread(rows).transpose(1, 2), batch.spread(douts))
+
+
+_PAIRS = 3
+"""The products that make one of float16 out of bfloat16: a number is the sum of two, and the
+product of the two small ones is less than the rounding of the result."""
+
+
+def _in_pairs(x: torch.Tensor, *, first_twice: bool) -> torch.Tensor:
+    """float16 [rows, N] as bfloat16 [`_PAIRS` * rows, N], for sums of products over the rows: each
+    row is rounded, and what is left of it. bfloat16 holds both exactly.
+
+    Args:
+        first_twice: whether the order is rounded, rounded, rest; else rounded, rest, rounded.
+    """
+    large = x.to(torch.bfloat16)
+    # An infinite number leaves nothing: else the sum with it would be NaN.
+    left = x.to(torch.float32) - large.to(torch.float32)
+    rest = torch.where(large.isinf(), 0, left).to(torch.bfloat16)
+    order = (large, large, rest) if first_twice else (large, rest, large)
+    return torch.stack(order, 1).flatten(0, 1)
 
 
 class _OfBias(NamedTuple):

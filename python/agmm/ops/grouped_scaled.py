@@ -13,7 +13,6 @@ from agmm.ops.checks import (
     check_count,
     check_device,
     check_dtype,
-    check_flag,
     check_listed,
     check_matrix,
     check_no_backward,
@@ -48,7 +47,7 @@ from agmm.runtime.scaling import Scaling
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class _Gather(NamedTuple):
+class Gather(NamedTuple):
     """The arguments of the torch op of the first half."""
 
     x: torch.Tensor
@@ -66,17 +65,19 @@ class _Gather(NamedTuple):
     tokens_per_rank: list[int] = []  # noqa: RUF012  # the default of the schema
     strict: bool = False
     activation: str = ""
+    save_preactivation: bool = False
+    """Whether the products with their biases are results too."""
 
     @property
     def epilogue(self) -> Epilogue | None:
-        return named(self.activation)
+        return named(self.activation, saves_products=self.save_preactivation)
 
     @property
     def return_gathered(self) -> bool:
         return False
 
 
-class _Scatter(NamedTuple):
+class Scatter(NamedTuple):
     """The arguments of the torch op of the second half."""
 
     y: torch.Tensor
@@ -94,7 +95,10 @@ class _Scatter(NamedTuple):
     use_fast_accum: bool
     tokens_per_rank: list[int] = []  # noqa: RUF012  # the default of the schema
     strict: bool = False
-    held = -1
+
+    @property
+    def held(self) -> int:
+        return -1
 
     @property
     def ys(self) -> list[torch.Tensor]:
@@ -118,7 +122,8 @@ def asked_scales(
     count: int,
     scales: tuple[Any, Any],
     out_dtype: torch.dtype | None,
-    use_fast_accum: Any,
+    use_fast_accum: bool,
+    quantize: str | None,
 ) -> Scales | None:
     """The scales of a call on fp8 rows; None where rows and arguments are of another one.
 
@@ -131,7 +136,6 @@ def asked_scales(
         InvalidArgument: the arguments are not all those of one kind of call.
     """
     (name, tensor), (scale_a, scale_b) = rows, scales
-    check_flag("use_fast_accum", use_fast_accum)
     if tensor.dtype not in FP8 and scale_a is None and scale_b is None:
         for argument, value in (("out_dtype", out_dtype), ("use_fast_accum", use_fast_accum)):
             if value not in (None, False):
@@ -140,6 +144,11 @@ def asked_scales(
                     "products of fp8 have one"
                 )
         return None
+    if quantize is not None:
+        raise InvalidArgument(
+            f"quantize: found {quantize!r} with {name} in {tensor.dtype} and scales, wanted None: "
+            "the call quantises operands that are not in fp8"
+        )
     given = list(scale_b) if isinstance(scale_b, (list, tuple)) else [scale_b]
     if not isinstance(scale_b, (list, tuple)) and count > 1 and scale_b is not None:
         raise InvalidArgument(f"scale_b: found one for {count} weights, wanted a list of one each")
@@ -192,7 +201,7 @@ def _check_out_dtype(out_dtype: Any) -> None:
         )
 
 
-def _check_gather(call: _Gather) -> Scaling:
+def _check_gather(call: Gather) -> Scaling:
     x, scale_a, weights, scale_bs, biases, *_ = call
     for name, tensor in (("x", x), ("scale_a", scale_a)):
         check_operand(name, tensor)
@@ -205,7 +214,7 @@ def _check_gather(call: _Gather) -> Scaling:
     return scaling
 
 
-def _check_scatter(call: _Scatter) -> Scaling:
+def _check_scatter(call: Scatter) -> Scaling:
     check_operand("y", call.y)
     check_routing(call.tokens, call.offsets, call.positions, ("y", call.y))
     given = call.weights, [call.scale_b], [call.bias], call.offsets
@@ -330,24 +339,26 @@ class ScaledScatter(GroupedScatter):
 # --- the torch ops ---
 
 
-def _run_gather(call: _Gather) -> list[torch.Tensor]:
+def run_gather(call: Gather) -> list[torch.Tensor]:
+    """The results of a call of the first half."""
     group = groups.group_of_size(call.group_name, call.world_size)
     return serve(ScaledGather(call, group))[1]  # type: ignore[arg-type]
 
 
-def _fake_gather(call: _Gather) -> list[torch.Tensor]:
+def _fake_gather(call: Gather) -> list[torch.Tensor]:
     _check_gather(call)
     columns: list[Any] = [weight.shape[2] for weight in call.weights]
     columns = columns if call.epilogue is None else call.epilogue.outs(columns)
     return [call.x.new_empty(call.tokens.shape[0], n, dtype=call.out_dtype) for n in columns]
 
 
-def _run_scatter(call: _Scatter) -> torch.Tensor:
+def run_scatter(call: Scatter) -> torch.Tensor:
+    """The result of a call of the second half."""
     group = groups.group_of_size(call.group_name, call.world_size)
     return serve(ScaledScatter(call, group))  # type: ignore[arg-type]
 
 
-def _fake_scatter(call: _Scatter) -> torch.Tensor:
+def _fake_scatter(call: Scatter) -> torch.Tensor:
     _check_scatter(call)
     shape = held_by_this_rank(call), call.weight.shape[2]
     return call.y.new_empty(shape, dtype=call.out_dtype)
@@ -357,7 +368,7 @@ _PUBLIC = {"scale_bs": "scale_b", "biases": "bias", "weight": "weights"}
 """The public names of arguments of the torch ops that have others."""
 
 
-def _refuse_grad(call: _Gather | _Scatter) -> None:
+def _refuse_grad(call: Gather | Scatter) -> None:
     given: list[tuple[str, torch.Tensor | None]] = []
     for name, value in call._asdict().items():
         values = value if isinstance(value, list) else [value]
@@ -368,17 +379,17 @@ def _refuse_grad(call: _Gather | _Scatter) -> None:
 
 define(
     "_all_gather_scaled_grouped_matmul",
-    _Gather,
+    Gather,
     "Tensor[]",
-    run=_run_gather,
+    run=run_gather,
     fake=_fake_gather,
     check_grad=_refuse_grad,
 )
 define(
     "_scaled_grouped_matmul_reduce_scatter",
-    _Scatter,
+    Scatter,
     "Tensor",
-    run=_run_scatter,
+    run=run_scatter,
     fake=_fake_scatter,
     check_grad=_refuse_grad,
 )

@@ -58,6 +58,8 @@ def products(
     if rows.values.device.type != "cpu":
         found = [scaled_product_on_gpu(rows, weight, offsets) for weight in weights]
         return found if epilogue is None else epilogue.composed(found)
+    if epilogue is not None and epilogue.saves_products:
+        return epilogue.composed(products(rows, weights, offsets, None))
     count = len(weights) if epilogue is None else epilogue.results_of(len(weights))
     outs = [
         rows.scale.new_zeros(len(rows.values), one.values.shape[2], dtype=one.out_dtype)

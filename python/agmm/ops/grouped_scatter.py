@@ -22,6 +22,7 @@ from agmm.ops.grouped import GroupedCall, counts_of
 from agmm.ops.grouped_checks import (
     check_bias_of_experts,
     check_columns_of_experts,
+    check_quantize,
     check_routing,
     check_weights_of_experts,
 )
@@ -53,6 +54,8 @@ class Arguments(NamedTuple):
     held: int = -1
     """How many tokens this rank holds, where ``tokens_per_rank`` is given."""
     strict: bool = False
+    quantize: str = ""
+    """The kind of the scales with which y and the weight are quantised for the forward."""
 
 
 def check(call: Arguments) -> None:
@@ -61,6 +64,7 @@ def check(call: Arguments) -> None:
     check_listed("y", ys)
     check_count("weights", weights, len(ys), "of y")
     check_operand("y", ys[0])
+    check_quantize(call.quantize, "y", ys[0])
     check_routing(call.tokens, call.offsets, call.positions, ("y", ys[0]))
     for y, weight in zip(ys, weights, strict=True):
         check_operand("y", y)
