@@ -110,7 +110,7 @@ class Leaving(Protocol):
     @property
     def weights(self) -> Sequence[torch.Tensor]: ...
     def on_gpu(self, offsets: torch.Tensor) -> list[torch.Tensor]: ...
-    def matmuls(self) -> list[tuple[grouped_kernel.Described, torch.Tensor]] | None: ...
+    def matmuls(self) -> list[grouped_kernel.OfRows] | None: ...
 
 
 def dispatched(
@@ -171,7 +171,7 @@ def combined(
     workspace = combine_workspace(group, out.device)
     calls = None if nan_check.active else summed.matmuls()
     if calls is not None:
-        matmuls = [(call.arguments, y.data_ptr(), y.stride(0)) for call, y in calls]
+        matmuls = [(call.arguments, y.data_ptr(), y.stride(0), scales) for call, y, scales in calls]
         workspace.combine(out, counts, wanted, factors, (), matmuls)
         return out
     rows = summed.on_gpu(wanted.offsets)

@@ -13,7 +13,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
 from agmm.ops.checks import check_listed, check_operand
 from agmm.ops.grouped_checks import check_flags, check_not_gathered, check_stack, listed_biases
-from agmm.ops.grouped_scaled import asked_scales
+from agmm.ops.grouped_scales import asked_scales
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
 from agmm.runtime import groups

@@ -97,16 +97,15 @@ class Summed(NamedTuple):
             for y, weight, bias in self._each()
         ]
 
-    def matmuls(self) -> list[tuple[grouped_kernel.Described, torch.Tensor]] | None:
-        """The calls of kernels that make the products, with their rows; None where not all have a
-        kernel."""
+    def matmuls(self) -> list[grouped_kernel.OfRows] | None:
+        """The calls of kernels that make the products; None where not all have a kernel."""
         calls = []
         for y, weight, bias in self._each():
             config = grouped_kernel.config_of(y, [weight])
             if config is None:
                 return None
             call = grouped_kernel.described(config, y, [weight], [bias], None, has_out=False)
-            calls.append((call, y))
+            calls.append(grouped_kernel.OfRows(call, y))
         return calls
 
     def _each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:

@@ -26,11 +26,14 @@ from agmm.ops.grouped_checks import (
     check_stack,
 )
 from agmm.ops.grouped_gather import GroupedGather
-from agmm.ops.grouped_kernel import Described
+from agmm.ops.grouped_kernel import Described, OfRows, scales_of_rows
 from agmm.ops.grouped_scaled_products import (
     ScaledWeight,
+    described,
+    matmuls,
     products,
     scaled_product_on_gpu,
+    why_not_by_torch,
     wide_sums,
 )
 from agmm.ops.grouped_scatter import GroupedScatter, check_router, check_rows, held_by_this_rank
@@ -40,7 +43,7 @@ from agmm.ops.scaled_checks import BIAS_DTYPES, check_fp8, check_scales, scaling
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.epilogues import Epilogue, named
-from agmm.runtime.scaled import FP8, Scaled
+from agmm.runtime.scaled import Scaled
 from agmm.runtime.scaled_rows import RowBytes
 from agmm.runtime.scaling import Scaling
 
@@ -107,55 +110,6 @@ class Scatter(NamedTuple):
     @property
     def weights(self) -> list[torch.Tensor]:
         return [self.weight]
-
-
-class Scales(NamedTuple):
-    """What a caller gives with fp8 rows."""
-
-    a: torch.Tensor
-    b: list[torch.Tensor]
-    out_dtype: torch.dtype
-
-
-def asked_scales(
-    rows: tuple[str, torch.Tensor],
-    count: int,
-    scales: tuple[Any, Any],
-    out_dtype: torch.dtype | None,
-    use_fast_accum: bool,
-    quantize: str | None,
-) -> Scales | None:
-    """The scales of a call on fp8 rows; None where rows and arguments are of another one.
-
-    Args:
-        rows: the name of the argument that has rows, and it.
-        count: the weights, for each of which there is a scale.
-        scales: of the rows, and of the weights.
-
-    Raises:
-        InvalidArgument: the arguments are not all those of one kind of call.
-    """
-    (name, tensor), (scale_a, scale_b) = rows, scales
-    if tensor.dtype not in FP8 and scale_a is None and scale_b is None:
-        for argument, value in (("out_dtype", out_dtype), ("use_fast_accum", use_fast_accum)):
-            if value not in (None, False):
-                raise InvalidArgument(
-                    f"{argument}: found {value} with {name} in {tensor.dtype}, wanted none: only "
-                    "products of fp8 have one"
-                )
-        return None
-    if quantize is not None:
-        raise InvalidArgument(
-            f"quantize: found {quantize!r} with {name} in {tensor.dtype} and scales, wanted None: "
-            "the call quantises operands that are not in fp8"
-        )
-    given = list(scale_b) if isinstance(scale_b, (list, tuple)) else [scale_b]
-    if not isinstance(scale_b, (list, tuple)) and count > 1 and scale_b is not None:
-        raise InvalidArgument(f"scale_b: found one for {count} weights, wanted a list of one each")
-    check_operand("scale_a", scale_a)
-    for one in given:
-        check_operand("scale_b", one)
-    return Scales(scale_a, given, torch.bfloat16 if out_dtype is None else out_dtype)
 
 
 # --- checks ---
@@ -239,7 +193,7 @@ class _Made(NamedTuple):
         return products(self.layout.unpack(rows), self.weights, offsets, self.epilogue)
 
     def matmuls(self, rows: torch.Tensor) -> tuple[list[Described], bool] | None:
-        return None
+        return matmuls(self.layout.unpack(rows), self.weights, self.epilogue)
 
 
 class _Summed(NamedTuple):
@@ -262,8 +216,14 @@ class _Summed(NamedTuple):
     def on_gpu(self, offsets: torch.Tensor) -> list[torch.Tensor]:
         return [scaled_product_on_gpu(self.rows, self.weight, offsets).contiguous()]
 
-    def matmuls(self) -> None:
-        return None
+    def matmuls(self) -> list[OfRows] | None:
+        """Where torch has the product, its rows are copied to where they leave from."""
+        if why_not_by_torch(self.rows.values, self.weight) is None:
+            return None
+        call = described(self.rows, [self.weight], None, has_out=False)
+        if call is None:
+            return None
+        return [OfRows(call, self.rows.values, scales_of_rows(self.rows.scale))]
 
 
 class ScaledGather(GroupedGather):

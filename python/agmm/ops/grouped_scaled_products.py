@@ -1,6 +1,7 @@
 """Products of fp8 rows that are grouped by expert, without an exchange: on the CPU expert by
-expert, dequantised; on a GPU by ``torch._scaled_grouped_mm``, or in bfloat16 where that has no such
-product. Nothing here looks at the device of a GPU, so a call can be captured."""
+expert, dequantised; on a GPU by ``torch._scaled_grouped_mm``, else by agmm's kernel, or in bfloat16
+where neither has such a product. Nothing here looks at the device of a GPU, so a call can be
+captured."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from agmm.errors import fall_back
+from agmm.ops import grouped_kernel
 from agmm.ops.grouped_products import experts_of_rows, product_on_gpu, segments
 from agmm.runtime.cpu_scaled import Products
 from agmm.runtime.epilogues import Epilogue
@@ -56,8 +58,7 @@ def products(
         offsets: [experts + 1], as in `Routing`.
     """
     if rows.values.device.type != "cpu":
-        found = [scaled_product_on_gpu(rows, weight, offsets) for weight in weights]
-        return found if epilogue is None else epilogue.composed(found)
+        return _on_gpu(rows, weights, offsets, epilogue)
     if epilogue is not None and epilogue.saves_products:
         return epilogue.composed(products(rows, weights, offsets, None))
     count = len(weights) if epilogue is None else epilogue.results_of(len(weights))
@@ -93,6 +94,48 @@ def wide_sums(rows: Scaled, weight: ScaledWeight, offsets: torch.Tensor) -> torc
 # --- on a GPU ---
 
 
+def described(
+    rows: Scaled,
+    weights: Sequence[ScaledWeight],
+    epilogue: Epilogue | None,
+    *,
+    has_out: bool = True,
+) -> grouped_kernel.Described | None:
+    """The call of agmm's kernel for the products of fp8 rows, or of a gate with both; None where
+    there is none. It scales the sums of each 128 of K, and writes bfloat16."""
+    values = [weight.values for weight in weights]
+    of_16_bits = torch.bfloat16
+    if any(one.out_dtype != of_16_bits for one in weights):
+        return None
+    if any(one.bias is not None and one.bias.dtype != of_16_bits for one in weights):
+        return None
+    config = grouped_kernel.config_of(rows.values, values, epilogue)
+    if config is None:
+        return None
+    return grouped_kernel.described(
+        *(config, rows.values, values, [weight.bias for weight in weights], epilogue),
+        has_out=has_out,
+        scales=[_scales_of(weight) for weight in weights],
+    )
+
+
+def _scales_of(weight: ScaledWeight) -> tuple[int, ...]:
+    return grouped_kernel.scales_of_weight(weight.scale, max(1, weight.scaling.b[1]))
+
+
+def matmuls(
+    rows: Scaled, weights: Sequence[ScaledWeight], epilogue: Epilogue | None
+) -> tuple[list[grouped_kernel.Described], bool] | None:
+    """As `grouped_products.Multiplied.matmuls`."""
+    if epilogue is not None and epilogue.is_gated and not epilogue.saves_products:
+        gated = described(rows, weights, epilogue)
+        if gated is not None:
+            return [gated], False
+    found = [described(rows, [weight], None) for weight in weights]
+    calls = [one for one in found if one is not None]
+    return (calls, True) if len(calls) == len(found) else None
+
+
 def why_not_by_torch(rows: torch.Tensor, weight: ScaledWeight) -> str | None:
     """The reason why ``torch._scaled_grouped_mm`` has no product of the rows [rows, K], or None."""
     B, capability = weight.values, torch.cuda.get_device_capability(rows.device)
@@ -120,6 +163,25 @@ def why_not_by_torch(rows: torch.Tensor, weight: ScaledWeight) -> str | None:
     return None
 
 
+def _on_gpu(
+    rows: Scaled,
+    weights: Sequence[ScaledWeight],
+    offsets: torch.Tensor,
+    epilogue: Epilogue | None,
+) -> list[torch.Tensor]:
+    """`products` on a GPU, by torch where it has them all, then by agmm's kernel."""
+    plan = None
+    if any(why_not_by_torch(rows.values, weight) is not None for weight in weights):
+        plan = matmuls(rows, weights, epilogue)
+    if plan is None:
+        found = [scaled_product_on_gpu(rows, weight, offsets) for weight in weights]
+        return found if epilogue is None else epilogue.composed(found)
+    calls, is_composed = plan
+    scales = grouped_kernel.scales_of_rows(rows.scale)
+    found = [grouped_kernel.launch(call, rows.values, offsets, scales=scales) for call in calls]
+    return epilogue.composed(found) if epilogue is not None and is_composed else found
+
+
 def scaled_product_on_gpu(
     rows: Scaled, weight: ScaledWeight, offsets: torch.Tensor
 ) -> torch.Tensor:
@@ -132,6 +194,9 @@ def scaled_product_on_gpu(
         why = why_not_by_torch(rows.values, weight)
         if why is None:
             total = _by_torch(rows, weight, offsets)
+        elif (call := described(rows, [weight], None)) is not None:
+            scales = grouped_kernel.scales_of_rows(rows.scale)
+            return grouped_kernel.launch(call, rows.values, offsets, scales=scales)
         else:
             fall_back(
                 f"torch._scaled_grouped_mm: {why}; the products of experts are made in bfloat16",
