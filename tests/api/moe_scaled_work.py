@@ -95,6 +95,9 @@ def ranks_of(case: Case, kind: Kind) -> list[Rank]:
         up = [quantised_weight(one, kind) for one in given.up]
         y = torch.randn(len(routing_of(case, rank)), case.inner, generator=generator)
         model = given._replace(x=x.exact, up=[one.exact for one in up], down=down.exact)
+        biases = [None if bias is None else bias.bfloat16() for bias in given.up_bias]
+        last = given.down_bias
+        model = model._replace(up_bias=biases, down_bias=None if last is None else last.bfloat16())
         found.append(Rank(x, up, quantised(y, kind), down, model))
     return found
 

@@ -7,6 +7,7 @@ import random
 from functools import cache
 from typing import Any, NamedTuple
 
+import moe_scaled_work
 import torch
 import torch.distributed as dist
 from gpu_work import Faults, device, group_of, last_ranks, poison_freed_memory
@@ -109,6 +110,26 @@ def faults(world_size: int, cases: int, seed: int, dtype: torch.dtype) -> Faults
         if gathers and not torch.equal(results.gathered, exact.gathered):
             found.append(f"{case}: wrong gathered tokens")
     return found
+
+
+def scaled_faults(world_size: int, scales: str) -> Faults:
+    """Faults, in words, of calls on fp8 rows, beside a model in float64."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    even, uneven = (64,) * world_size, tuple((37 * rank + 5) % 90 for rank in range(world_size))
+    wide: dict[str, Any] = {"column_major": True, "hidden": 528, "inner": 272}
+    cases = [
+        Case(even, 2, 4, "zipf", **wide),
+        Case(uneven, 4, 2, "drops", activation=None, seed=1, **wide),
+        Case(uneven, 1, 2, "one", bias=False, seed=2, **wide),
+        Case(even, 2, 2, "none", **wide),
+        # Row-major weights, which no kernel takes.
+        Case(even, 2, 2, "even", hidden=528, inner=272, seed=3),
+    ]
+    kind = moe_scaled_work.Kind(scales)
+    given = [(case, kind) for case in cases]
+    return moe_scaled_work.faults(world_size, given, group, strict=True, device="cuda")
 
 
 def captured(world_size: int, replays: int) -> Faults:
