@@ -79,7 +79,7 @@ class Summed(NamedTuple):
     ys: Sequence[torch.Tensor]
     weights: Sequence[torch.Tensor]
     bias: torch.Tensor | None
-    """Of the first product."""
+    """The bias of the first product."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -126,7 +126,8 @@ def _scales_of(weight: ScaledWeight) -> tuple[int, ...]:
 def matmuls(
     rows: Scaled, weights: Sequence[ScaledWeight], epilogue: Epilogue | None
 ) -> tuple[list[grouped_kernel.Described], bool] | None:
-    """As `grouped_products.Multiplied.matmuls`."""
+    """The calls of kernels that multiply the rows, as `grouped_products.Multiplied.matmuls` has
+    them."""
     if epilogue is not None and epilogue.is_gated and not epilogue.saves_products:
         gated = described(rows, weights, epilogue)
         if gated is not None:

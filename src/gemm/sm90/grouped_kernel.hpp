@@ -412,7 +412,7 @@ struct GroupedKernel {
         float held[kAtOnce][kRowsOfLane];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kAtOnce; ++j) {
-          // Those of a k tile beyond the last are loaded, and not kept.
+          // A k tile beyond the last takes the scales of that one, which are not kept.
           int64_t const at = min_of(k + j, params.k_tiles - 1) * params.scales.stride_k;
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kRowsOfLane; ++i) held[j][i] = __ldcg(from[i] + at);
