@@ -427,8 +427,9 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     }
     public = "agmm.grouped_matmul_reduce_scatter"
     yield Call(public, given, {"routing": routing}, flops, True)
-    given = {name: tensor.clone() for name, tensor in given.items()}
-    yield Call(public, given, {"routing": routing, "quantize": "block"}, flops, True)
+    again: dict[str, Any] = dict(given)
+    again = {name: tensor.clone() for name, tensor in again.items()}
+    yield Call(public, again, {"routing": routing, "quantize": "block"}, flops, True)
     given = {
         "ys": [make.numbers(rows, K), make.numbers(rows, K)],
         "weights": weights(),

@@ -279,7 +279,9 @@ def test_products_of_gpus_are_those_of_the_cpu(
     )  # a bias comes behind a rounding
     of_weight = grouped_products.grad_of_weight_by_torch(rows, douts, offsets)
     wanted = torch.ops.agmm._grouped_grad_of_weight(rows, douts, offsets)
-    rounded_twice = {"rtol": 2**-7, "atol": 2**-10} if dtype == torch.float16 else {}
+    rounded_twice: dict[str, Any] = (
+        {"rtol": 2**-7, "atol": 2**-10} if dtype == torch.float16 else {}
+    )
     torch.testing.assert_close(of_weight, wanted, **rounded_twice)
     assert of_weight.dtype == dtype
     of_bias = torch.ops.agmm._grouped_grad_of_bias(douts, offsets)

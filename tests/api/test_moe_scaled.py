@@ -130,7 +130,7 @@ def test_the_second_half_refuses_too() -> None:
     given = _operands()
     routing = agmm.moe.route(given["topk_ids"], num_experts=4)
     y, weight = torch.ones(12, 16).to(E5M2), torch.ones(4, 16, 32).to(torch.float8_e4m3fn)
-    scales = {"scale_a": torch.ones(12, 1), "scale_b": torch.ones(4, 1, 32)}
+    scales: dict[str, Any] = {"scale_a": torch.ones(12, 1), "scale_b": torch.ones(4, 1, 32)}
     topk = torch.ones(6, 2)
     out = agmm.grouped_matmul_reduce_scatter(y, weight, routing, topk, **scales)
     assert out.dtype == torch.bfloat16

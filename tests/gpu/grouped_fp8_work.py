@@ -22,9 +22,9 @@ from agmm.runtime.scaled_rows import RowBytes
 from agmm.runtime.scaling import BY_NAME, scale_shape
 
 E4M3 = torch.float8_e4m3fn
-_BUILT = {"dtype": "float8_e4m3fn_float8_e4m3fn", "accumulation": "block"}
-PLAIN = kernels.built(GROUPED, **_BUILT)
-GATED = kernels.built(GROUPED, **_BUILT, epilogue="gate")
+_BUILT = GROUPED, "float8_e4m3fn_float8_e4m3fn", "block"
+PLAIN = kernels.built(*_BUILT)
+GATED = kernels.built(*_BUILT, epilogue="gate")
 KINDS = ("rowwise", "block")
 
 

@@ -96,7 +96,7 @@ def test_the_loss_that_balances_is_of_all_ranks(rank_pools: Pools) -> None:
     [
         (lambda: MoE(4, 4, 2), "MoE: found neither k nor router, wanted one of the two"),
         (
-            lambda: MoE(4, 4, 2, 1, fp8="tensorwise"),
+            lambda: MoE(4, 4, 2, 1, fp8="tensorwise"),  # type: ignore[arg-type]
             "Experts: fp8: found 'tensorwise' for experts, wanted 'rowwise', 'block' or None",
         ),
         (

@@ -36,11 +36,13 @@ class _Layout(NamedTuple):
     expert_stride: int
 
 
-_NO_SCALES = 0, 0, 0, 0, 1
-_NO_SCALES_OF_ROWS = 0, 0, 0
+_ScalesOfWeight = tuple[int, int, int, int, int]
+_ScalesOfRows = tuple[int, int, int]
+_NO_SCALES: _ScalesOfWeight = (0, 0, 0, 0, 1)
+_NO_SCALES_OF_ROWS: _ScalesOfRows = (0, 0, 0)
 
 
-def scales_of_weight(scale: torch.Tensor, columns: int) -> tuple[int, ...]:
+def scales_of_weight(scale: torch.Tensor, columns: int) -> _ScalesOfWeight:
     """The scales of an fp8 weight as the core takes them.
 
     Args:
@@ -51,7 +53,7 @@ def scales_of_weight(scale: torch.Tensor, columns: int) -> tuple[int, ...]:
     return scale.data_ptr(), by_expert, 0 if columns == 1 else by_k, by_n, columns
 
 
-def scales_of_rows(scale: torch.Tensor) -> tuple[int, ...]:
+def scales_of_rows(scale: torch.Tensor) -> _ScalesOfRows:
     """The scales of fp8 rows, float32 [rows, K's], as the core takes them."""
     by_row, by_k = scale.stride()
     return scale.data_ptr(), by_row, by_k if scale.shape[1] > 1 else 0
@@ -149,7 +151,7 @@ class OfRows(NamedTuple):
 
     call: Described
     rows: torch.Tensor
-    scales: tuple[int, ...] = _NO_SCALES_OF_ROWS
+    scales: _ScalesOfRows = _NO_SCALES_OF_ROWS
 
 
 def described(
@@ -160,7 +162,7 @@ def described(
     epilogue: Epilogue | None,
     *,
     has_out: bool = True,
-    scales: Sequence[tuple[int, ...]] = (),
+    scales: Sequence[_ScalesOfWeight] = (),
 ) -> Described:
     """The call of the kernel that `config_of` found for the operands.
 
@@ -218,7 +220,7 @@ def launch(
     *,
     sm_count: int = 0,
     arrival: Arrival | None = None,
-    scales: tuple[int, ...] = _NO_SCALES_OF_ROWS,
+    scales: _ScalesOfRows = _NO_SCALES_OF_ROWS,
 ) -> torch.Tensor:
     """The result of a described call.
 

@@ -119,7 +119,7 @@ def described(
     )
 
 
-def _scales_of(weight: ScaledWeight) -> tuple[int, ...]:
+def _scales_of(weight: ScaledWeight) -> tuple[int, int, int, int, int]:
     return grouped_kernel.scales_of_weight(weight.scale, max(1, weight.scaling.b[1]))
 
 

@@ -103,9 +103,11 @@ def check_router(topk_weights: torch.Tensor, positions: torch.Tensor, y: torch.T
 
 def held_by_this_rank(call: Any) -> int:
     """How many tokens this rank holds, as the arguments say."""
+    of_equal: int = call.positions.shape[0] // call.world_size
+    held: int = call.held if call.tokens_per_rank else of_equal
     if call.topk_weights is not None:
-        return call.topk_weights.shape[0]
-    return call.held if call.tokens_per_rank else call.positions.shape[0] // call.world_size
+        held = call.topk_weights.shape[0]
+    return held
 
 
 class GroupedScatter(GroupedCall[torch.Tensor]):
