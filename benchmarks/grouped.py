@@ -46,7 +46,7 @@ RANKS = 4
 MOST_ERROR = 2**-7
 """The largest norm of a difference from torch's result, relative to its: a few roundings."""
 MOST_ERROR_OF_FP8 = 2**-6
-"""The same for a product in fp8 and the dequantised one."""
+"""The largest norm of a difference of a product in fp8 from the dequantised one, relative to it."""
 ACTIVATION = Epilogue("silu_mul")
 E4M3 = torch.float8_e4m3fn
 
