@@ -7,6 +7,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_work import group_of
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
@@ -21,7 +23,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import agmm
-from agmm.nn import convert_plan, full_state_dict, gated_plan, load_full_state_dict
+from agmm.errors import InvalidArgument
+from agmm.nn import (
+    GatedGatherParallel,
+    GatherColwiseParallel,
+    PackedColwiseParallel,
+    RowwiseScatterParallel,
+    convert_plan,
+    full_state_dict,
+    gated_plan,
+    load_full_state_dict,
+)
 from agmm.ops import recordings
 from agmm.testing.reference import relative_error
 
@@ -33,6 +45,9 @@ class Llama(torch.nn.Module):
     """Three linears and a module of the activation, as in transformers."""
 
     names = ("gate_proj", "up_proj", "down_proj")
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
 
     def __init__(self, bias: bool = False, act_fn: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -55,6 +70,9 @@ class Titan(Llama):
     """Other names, and a function in the place of a module."""
 
     names = ("w1", "w3", "w2")
+    w1: Any
+    w2: Any
+    w3: Any
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.w2(functional.silu(self.w1(x)) * self.w3(x))
@@ -158,10 +176,91 @@ def _faults_of_parameters(whole: torch.nn.Module, model: torch.nn.Module) -> lis
             value = torch.cat([grads[name], value]) if name in grads else value
         grads[name] = value
     for name, value in grads.items():
-        error = relative_error(value, whole.get_parameter(name).grad)
+        gradient = whole.get_parameter(name).grad
+        assert gradient is not None
+        error = relative_error(value, gradient)
         if error > LIMIT:
             faults.append(f"gradient of {name}: {error}")
     changed = {name: 2 * value for name, value in whole.state_dict().items()}
     load_full_state_dict(model, changed)
     saved = full_state_dict(model)
     return faults + [f"loaded {n}" for n, v in changed.items() if not torch.equal(saved[n], v)]
+
+
+def with_a_hook(world_size: int, what: str) -> list[str] | None:
+    """Faults where the module cannot use the parameters of its linears by itself."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    whole = _Model("phi" if what == "packed" else "llama")
+    model = copy.deepcopy(whole)
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), gated_plan(model))
+    mlp: Any = model.mlp
+    seen: list[torch.Size] = []
+
+    def note(module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        seen.append(out.shape)
+        return 2 * out
+
+    if what == "replaced":
+        mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.Dropout(0.0))
+        mlp.up_proj.register_forward_hook(note)
+    else:
+        getattr(mlp, "gate_up_proj" if what == "packed" else "up_proj").register_forward_hook(note)
+    getattr(whole.mlp, "gate_up_proj" if what == "packed" else "up_proj").register_forward_hook(
+        lambda _, __, out: 2 * out
+    )
+    x = torch.randn(2, 4 * world_size, WIDTH, dtype=torch.float64, generator=torch.manual_seed(7))
+    rank = dist.get_rank(group)
+    error = relative_error(model(x.chunk(world_size, 1)[rank]), whole(x).chunk(world_size, 1)[rank])
+    faults = [] if len(seen) == 1 else [f"hook called {len(seen)} times"]
+    return faults if error < LIMIT else [*faults, f"error {error}"]
+
+
+def other_ways(world_size: int, what: str) -> list[str] | None:
+    """Faults of a forward that is compiled, in fp8, or of a plan whose linears gather alone."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    whole = _Model("titan")
+    if what == "fp8":
+        whole.mlp = Titan()
+        for name in Titan.names:
+            size = 64 * world_size
+            first, last = (size, 64) if name == "w2" else (64, size)
+            whole.mlp.add_module(name, torch.nn.Linear(first, last, False))
+        whole.norm = torch.nn.RMSNorm(64)
+    model = copy.deepcopy(whole)
+    plan: dict[str, Any] = {f"mlp.{name}": GatherColwiseParallel() for name in ("w1", "w3")}
+    plan = convert_plan(model, mesh, plan | {"mlp.w2": RowwiseScatterParallel()})
+    faults = [] if list(plan) == ["mlp.w2", "mlp"] else [f"plan {list(plan)}"]
+    if what == "fp8":
+        plan = gated_plan(model, fp8="rowwise")
+    parallelize_module(model, mesh, plan)
+    x = torch.randn(2, 16 * world_size, whole.norm.weight.numel(), generator=torch.manual_seed(8))
+    x = x.to(whole.norm.weight.dtype)
+    call: Any = model
+    if what == "compiled":
+        torch.compiler.reset()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out = call(x.chunk(world_size, 1)[rank])
+    out.sum().backward()
+    error = relative_error(out, whole(x).chunk(world_size, 1)[rank])
+    return faults if error < (0.05 if what == "fp8" else LIMIT) else [*faults, f"error {error}"]
+
+
+def refused(kind: str) -> str:
+    """What is said of a style that cannot be applied."""
+    group = group_of(2)
+    if group is None:
+        return ""
+    where: dict[str, tuple[torch.nn.Module, ParallelStyle]] = {
+        "gated": (torch.nn.Sequential(), GatedGatherParallel()),
+        "fp8": (Llama(), GatedGatherParallel(fp8="rowwise", save_preactivation=False)),
+        "sizes": (torch.nn.Linear(4, 32), PackedColwiseParallel([15, 17])),
+        "sum": (torch.nn.Linear(4, 32), PackedColwiseParallel([16, 4])),
+    }
+    with pytest.raises(InvalidArgument) as error:
+        parallelize_module(where[kind][0], DeviceMesh.from_group(group, "cpu"), where[kind][1])
+    return str(error.value)

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from agmm.errors import InvalidArgument
 from agmm.nn._gated_form import GatedForm, gated_form, has_hooks
-from agmm.nn._gathered import gathered_products
 from agmm.nn._ranks import Ranks
 from agmm.nn._targets import Target
 from agmm.nn.fp8_recipe import Fp8Recipe
+from agmm.nn.gathered import gathered_products
 from agmm.nn.packed import UnpackedLinear
 from agmm.nn.packed_style import PackedColwiseParallel
 from agmm.nn.styles import RowwiseScatterParallel, SharedGatherParallel

@@ -20,12 +20,12 @@ from agmm.nn import fp8_recipe
 from agmm.nn._divided import Divided, note
 from agmm.nn._filled import filled_up, own_rows_of
 from agmm.nn._fp8 import scatter_product
-from agmm.nn._gathered import gathered_products
 from agmm.nn._ranks import Ranks
 from agmm.nn._shared import SharedOutputs
 from agmm.nn._stand_in import show_whole_shape
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target, local, named, wanted_output
 from agmm.nn.fp8_recipe import Fp8Recipe
+from agmm.nn.gathered import gathered_products
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
