@@ -116,7 +116,7 @@ def _activation_of(module: torch.nn.Module, node: Any) -> GatedActivation | None
     """Which activation a node computes of its first argument, by its values."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")  # whatever the default is
     function: Any = node.target
     if node.op == "call_module":
         function = module.get_submodule(str(node.target))
