@@ -11,6 +11,7 @@ from torch import fx
 from agmm.runtime.epilogues import GATED, Epilogue, GatedActivation
 
 _HALVES = 2
+"""The linears without the one behind them, and the parts of a packed result: gate and up."""
 
 
 class GatedForm(NamedTuple):
