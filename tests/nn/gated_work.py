@@ -217,6 +217,20 @@ def with_a_hook(world_size: int, what: str) -> list[str] | None:
     return faults if error < LIMIT else [*faults, f"error {error}"]
 
 
+def called_in_the_backward(world_size: int) -> int | None:
+    """How often a hook for the backward of a gate's linear is called in one."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    model, calls = _Model("llama"), list[Any]()
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), gated_plan(model))
+    mlp: Any = model.mlp
+    mlp.gate_proj.register_full_backward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    model(x).sum().backward()
+    return len(calls)
+
+
 def other_ways(world_size: int, what: str) -> list[str] | None:
     """Faults of a forward that is compiled, in fp8, or of a plan whose linears gather alone."""
     group = group_of(world_size)

@@ -40,6 +40,10 @@ def test_a_gated_module_in_a_model(
     assert found[5 - world_size :] == [([], wanted)] * world_size
 
 
+def test_hooks_of_the_backward_are_called(pool: RankPool) -> None:
+    assert pool.run(gated_work.called_in_the_backward, 2)[3:] == [1, 1]
+
+
 @pytest.mark.parametrize("what", ["own hook", "packed", "replaced"])
 def test_what_stands_in_the_way_of_a_gate_is_called(pool: RankPool, what: str) -> None:
     assert pool.run(gated_work.with_a_hook, 2, what)[3:] == [[]] * 2

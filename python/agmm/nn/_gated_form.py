@@ -43,8 +43,9 @@ class _OfChildren(fx.Tracer):
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a call of a module calls more than its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether a call of a module calls more than its forward, or its backward does."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def gated_form(module: torch.nn.Module) -> GatedForm | None:
