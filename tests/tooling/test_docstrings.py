@@ -22,18 +22,13 @@ MODULES = (
 
 
 def _functions() -> list[Any]:
-    found = [
-        (name, one, getattr(import_module(name), one)) for name in MODULES for one in _all(name)
-    ]
+    modules = [import_module(name) for name in MODULES]
     return [
-        pytest.param(function, id=f"{module}.{name}")
-        for module, name, function in found
-        if inspect.isfunction(function)
+        pytest.param(getattr(module, name), id=f"{module.__name__}.{name}")
+        for module in modules
+        for name in module.__all__
+        if inspect.isfunction(getattr(module, name))
     ]
-
-
-def _all(module: str) -> list[str]:
-    return list(import_module(module).__all__)
 
 
 def unnamed(function: Callable[..., Any]) -> list[str]:

@@ -63,8 +63,7 @@ _OF_SUM = "the alternatives are those of the sum, without residual and norm"
 
 
 def _predicted_us(problem: Problem) -> float:
-    """The predicted time of the product on one rank, by whom its plan has it, and of the kernel that
-    sums it."""
+    """The predicted time of the product on one rank, and of the kernel that sums it."""
     choice = _alone(problem)
     product_us = choice.predicted_us
     if product_us is None:

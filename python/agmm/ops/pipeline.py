@@ -262,6 +262,6 @@ def _warn_of_batches(op: str) -> None:
     asked for it: its kernel depends on the number of rows."""
     if "matmul" in op and op not in TAKE_BATCH_INVARIANT and _env.batch_invariant() == "on":
         warn_once(
-            f"{_env.BATCH_INVARIANT.name}: found on, but {op} does not take batch_invariant, so the "
-            "bits of its rows may depend on how many there are"
+            f"{_env.BATCH_INVARIANT.name}: found on, but {op} does not take batch_invariant, so "
+            "the bits of its rows may depend on how many there are"
         )

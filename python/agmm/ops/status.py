@@ -34,8 +34,8 @@ class Served:
     residual: bool = False
     """Whether a residual is added."""
     b_layout: str = ""
-    """How B lies in memory: ``"column"`` as ``weight.t()`` does, ``"row"`` as the weight itself does
-    in a backward, or ``"packed"``."""
+    """How B lies in memory: ``"column"`` as ``weight.t()`` does, ``"row"`` as the weight itself
+    does in a backward, or ``"packed"``."""
     returns_A: bool = False
     """Whether the gathered A is returned, too."""
     scaling: str | None = None
