@@ -25,6 +25,8 @@ SEARCH_S = 180.0
 WRONG = 3
 """The program's exit code where a search finds something wrong."""
 FIRST_BATCH, LARGEST_BATCH = 10, 1000
+LARGEST_BATCH_OF_STAND_INS = 60
+"""Calls of one batch, whose operands are all in memory together."""
 LIMIT_S = "10"
 """The limit of every wait, in AGMM_TIMEOUT_S."""
 ENDED_BY_GPU = ("illegal memory access", "misaligned address", "unspecified launch failure")
@@ -35,7 +37,9 @@ Run = Callable[[int, int], list[str]]
 """Takes the calls of a batch and those so far, and returns what was wrong."""
 
 
-def search(run: Run, first_batch: int = FIRST_BATCH) -> tuple[list[str], int]:
+def search(
+    run: Run, first_batch: int = FIRST_BATCH, largest_batch: int = LARGEST_BATCH
+) -> tuple[list[str], int]:
     """What `run` finds, and within how many calls; batches are larger and larger.
     AGMM_STRESS_CALLS is the most calls that it makes. A wait without end is no find but an
     error."""
@@ -47,7 +51,7 @@ def search(run: Run, first_batch: int = FIRST_BATCH) -> tuple[list[str], int]:
         batch = min(batch, most_calls - calls)
         calls += batch
         found = run(batch, calls)
-        batch = min(2 * batch, LARGEST_BATCH)
+        batch = min(2 * batch, largest_batch)
     return found, calls
 
 
@@ -55,19 +59,19 @@ def _collectives(batch: int, calls: int) -> list[str]:
     every = collectives_stand_in.METHODS
     # Packets are data and signal in one, and have none of the other faults.
     methods = every if _core.fault == "no_wait" else [_core.CollectiveMethod.blocks]
-    return collectives_stand_in.wrong_in_turn(4, min(batch, 100), calls, methods)[:1]
+    return collectives_stand_in.wrong_in_turn(4, batch, calls, methods)[:1]
 
 
 def _dispatches(batch: int, calls: int) -> list[str]:
-    return dispatch_stand_in.wrong(4, min(batch, 60), calls)[:1]
+    return dispatch_stand_in.wrong(4, batch, calls)[:1]
 
 
 def _combines(batch: int, calls: int) -> list[str]:
-    return combine_stand_in.wrong(4, min(batch, 60), calls)[:1]
+    return combine_stand_in.wrong(4, batch, calls)[:1]
 
 
 def _streamed_sums(batch: int, calls: int) -> list[str]:
-    return streamed_sum_work.wrong_by_late_ranks(4, min(batch, 100), calls)
+    return streamed_sum_work.wrong_by_late_ranks(4, batch, calls)
 
 
 def _grouped_matmuls(batch: int, calls: int) -> list[str]:
@@ -114,7 +118,7 @@ def main(name: str) -> None:
         return SEARCHES[name](batch, calls)
 
     try:
-        found, _ = search(run)
+        found, _ = search(run, largest_batch=LARGEST_BATCH_OF_STAND_INS)
     except RuntimeError as error:
         if not any(text in str(error) for text in ENDED_BY_GPU):
             raise
