@@ -190,7 +190,7 @@ def exchanged(folder: str, which: str) -> list[str] | None:
         plan = PLANS[which]()
         plan = convert_plan(model, mesh, plan, strict=True) if is_converted else plan
         models.append(parallelize_module(model, mesh, plan))
-    faults = []
+    faults: list[str] = []
     for writer, reader in (models, models[::-1]):
         saved, read = (_state(model) for model in (writer, reader))
         path = f"{folder}/{len(faults)}-{writer is models[0]}"
