@@ -139,6 +139,10 @@ def test_other_shapes_are_refused(text: str, message: str) -> None:
             "bench --op moe --dtype fp8 --shapes 4x16x8x4x2 --device cpu --tp 2",
             "wanted hidden and inner features that are multiples of 16",
         ),
+        (
+            "explain --op moe --shapes 4x16x16x4x2 --scaling block --tp 2",
+            "scaling: found 'block' with bfloat16, wanted none, or float8_e4m3fn",
+        ),
         ("bench --op moe --model llama-3-8b --device cpu --tp 2", "model: found 'llama-3-8b'"),
         (
             "bench --op moe --shapes 4x4x4x3x2 --device cpu --tp 2",
@@ -183,20 +187,15 @@ def test_explain_says_who_serves_and_what_moves() -> None:
     assert found["plan"] == "agmm, through shared memory"
 
 
-def test_explain_says_what_fp8_moves() -> None:
-    result = agmm(
-        *[
-            "explain",
-            "--op",
-            "moe",
-            "--shapes",
-            "4096x4096x14336x8x2",
-            "--tp",
-            "2",
-            "--dtype",
-            "fp8",
-        ]
-    )
-    said = " ".join(result.stdout.split())
-    assert "agmm brings fp8 rows with their scales" in said
-    assert "a rank gets 8.03 MiB of tokens" in said and "sums in bfloat16" in said
+@pytest.mark.parametrize(
+    ("scaling", "moved"),
+    [
+        ([], "fp8 rows with their scales"),  # of rows
+        (["--scaling", "rowwise"], "a rank gets 8.03 MiB of tokens"),
+        (["--scaling", "block"], "a rank gets 8.25 MiB of tokens"),
+    ],
+)
+def test_explain_says_what_fp8_moves(scaling: list[str], moved: str) -> None:
+    given = ["--shapes", "4096x4096x14336x8x2", "--tp", "2", "--dtype", "fp8", *scaling]
+    said = " ".join(agmm("explain", "--op", "moe", *given).stdout.split())
+    assert moved in said and "sums in bfloat16" in said

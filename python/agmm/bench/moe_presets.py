@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from agmm.errors import InvalidArgument
 from agmm.planning.shapes import ROUTINGS, AnyShape, MoEShape
+from agmm.runtime.scaling import OF_EXPERTS
 
 MOE_MODELS = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -81,3 +82,12 @@ def checked(shapes: Sequence[AnyShape] | None, device: str, world_size: int) -> 
             )
         found.append(shape)
     return found
+
+
+def check_kind(scaling: str | None) -> None:
+    """Raises InvalidArgument for a kind of scales that experts do not take."""
+    kinds = [kind.name for kind in OF_EXPERTS]
+    if scaling not in (None, *kinds):
+        raise InvalidArgument(
+            f"scaling: found {scaling!r} with moe, wanted one of {', '.join(map(repr, kinds))}"
+        )

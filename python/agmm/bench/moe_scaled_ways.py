@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import agmm
+from agmm.bench.moe_presets import check_kind
 from agmm.bench.moe_ways import Experts, Kind, MoEWorkload, make_problem, ways_of_kind
 from agmm.errors import InvalidArgument
 from agmm.ops.grouped_quantize import weight_in_fp8
@@ -26,8 +27,6 @@ from agmm.runtime.scaling import BY_NAME, K_MULTIPLE, Scaling
 from agmm.testing.cases import Operands
 
 DTYPE = torch.float8_e4m3fn
-KINDS = ("rowwise", "block")
-"""The kinds of scales that experts take."""
 OUT_DTYPE = torch.bfloat16
 """The dtype of products and results, and of operands before they are quantised."""
 
@@ -48,10 +47,7 @@ def check(dtype: torch.dtype, scaling: str | None, shapes: list[MoEShape]) -> No
     """Raises InvalidArgument for fp8 operands that experts do not take."""
     if dtype is not DTYPE:
         raise InvalidArgument(f"dtype: found {dtype} with moe, wanted {DTYPE} of those in fp8")
-    if scaling not in (None, *KINDS):
-        raise InvalidArgument(
-            f"scaling: found {scaling!r} with moe, wanted one of {', '.join(map(repr, KINDS))}"
-        )
+    check_kind(scaling)
     for shape in shapes:
         if shape.hidden % K_MULTIPLE or shape.inner % K_MULTIPLE:
             raise InvalidArgument(
