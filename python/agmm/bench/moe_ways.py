@@ -117,7 +117,7 @@ class Kind(NamedTuple):
     sent: Callable[[MoEWorkload], list[torch.Tensor]]
     """What ranks send of their tokens: [tokens of this rank, ...] each."""
     gathered: Callable[[MoEWorkload], list[torch.Tensor]]
-    """The same of all ranks' tokens."""
+    """What ranks hold when each has sent all others its tokens."""
     multiplied: Callable[[MoEWorkload, list[torch.Tensor], torch.Tensor], torch.Tensor]
     """The grouped matmuls of rows, which lie as they are sent, with all three weights.
 
