@@ -45,11 +45,13 @@ __all__: list[str] = [
     "MOST_COMBINED_PARTS",
     "MOST_EXPERTS",
     "MOST_QUANTIZED_COLUMNS",
+    "MOST_ROUTED_EXPERTS",
     "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
     "QuantizedFrom",
     "QuantizedTo",
+    "RouteIds",
     "SCATTER_BAND_ROWS",
     "SCATTER_TIMES_BYTES",
     "SM_PUSH_HEAD_ITEM_BYTES",
@@ -86,6 +88,7 @@ __all__: list[str] = [
     "load_ordered_sums",
     "load_quantizers",
     "mismatch_message",
+    "most_routed_choices",
     "note_call",
     "ordered_sum",
     "packed_matmul",
@@ -94,6 +97,7 @@ __all__: list[str] = [
     "push_order",
     "quantize",
     "record_time",
+    "route_rows",
     "scatter_bands",
     "scatter_owner",
     "scatter_part_bytes",
@@ -1120,6 +1124,41 @@ class CudaRowCombine:
     @property
     def slot_bytes(self) -> int: ...
 
+class RouteIds:
+    """
+    The element types of ids of experts, by torch's names.
+
+    Members:
+
+      int32
+
+      int64
+    """
+
+    __members__: typing.ClassVar[dict[str, RouteIds]]
+    int32: typing.ClassVar[RouteIds]
+    int64: typing.ClassVar[RouteIds]
+    @typing.overload
+    def __eq__(self, other: RouteIds) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: RouteIds) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 def activation_gradient(
     activation: str,
     dtype: DType,
@@ -1282,12 +1321,17 @@ def load_ordered_sums() -> None:
 
 def load_quantizers() -> None:
     """
-    Loads the kernels that quantise, and those of activation_gradient, on the current device, which waits for it.
+    Loads the kernels that quantise, and those of activation_gradient and route_rows, on the current device, which waits for it.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
     """
     The line printed when a chunk carries the tag of a different call.
+    """
+
+def most_routed_choices() -> int:
+    """
+    The most choices, and the most rows of room, that route_rows takes on the current device.
     """
 
 def note_call(tag: int, what: str) -> None:
@@ -1371,6 +1415,17 @@ def quantize(
 def record_time(ns: int, stream: int) -> None:
     """
     Writes the GPU's timer in ns to a device address when the stream comes to it.
+    """
+
+def route_rows(
+    ids_dtype: RouteIds,
+    sizes: tuple[int, int, int, int, int, int],
+    checks_capacity: bool,
+    addresses: typing.Annotated[collections.abc.Sequence[int], "FixedSize(6)"],
+    stream: int,
+) -> None:
+    """
+    Enqueues the search for the order of the rows that the experts of a rank multiply. sizes: choices of all tokens, choices of one, experts of all ranks, the first one and those of this rank, rows of room. checks_capacity: more rows of any rank than there is room for end in an assertion of the device, as an id that is too large does. addresses: those of the ids, and of tokens, choices, counts, offsets and positions of the Routing.
     """
 
 def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
@@ -1515,6 +1570,7 @@ MOST_CHOICES: int
 MOST_COMBINED_PARTS: int
 MOST_EXPERTS: int
 MOST_QUANTIZED_COLUMNS: int
+MOST_ROUTED_EXPERTS: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

@@ -15,6 +15,7 @@
 #include "agmm/row_dispatch.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
+#include "ops/row_route.hpp"
 #include "order/grouped_tiles.hpp"
 #include "symmetric/combine_layout.hpp"
 #include "symmetric/dispatch_layout.hpp"
@@ -245,6 +246,44 @@ void bind_combine(py::module_& m) {
            "captured.");
 }
 
+/// What a search for the order of rows has in Python: the choices of all tokens and those of one,
+/// the experts of all ranks, the first one and those of this rank, and the rows of room.
+using RouteSizes = std::tuple<int64_t, int, int, int, int, int64_t>;
+
+void route_rows(agmm::RouteIds type, RouteSizes const& sizes, bool checks_capacity,
+                std::array<uintptr_t, 6> const& addresses, uintptr_t stream) {
+  agmm::RowRoute args;
+  args.type = type;
+  std::tie(args.choices, args.k, args.all_experts, args.first, args.experts, args.capacity) = sizes;
+  args.checks_capacity = checks_capacity;
+  auto const [ids, tokens, choices, counts, offsets, positions] = addresses;
+  args.ids = agmm::pointer<void const>(ids);
+  args.tokens = agmm::pointer<int32_t>(tokens);
+  args.row_choices = agmm::pointer<int32_t>(choices);
+  args.counts = agmm::pointer<int32_t>(counts);
+  args.offsets = agmm::pointer<int32_t>(offsets);
+  args.positions = agmm::pointer<int32_t>(positions);
+  agmm::route_rows(args, agmm::pointer<void>(stream));
+}
+
+void bind_route(py::module_& m) {
+  using agmm::RouteIds;
+  m.attr("MOST_ROUTED_EXPERTS") = agmm::kMostRoutedExperts;
+  py::enum_<RouteIds>(m, "RouteIds", "The element types of ids of experts, by torch's names.")
+      .value("int32", RouteIds::Int32)
+      .value("int64", RouteIds::Int64);
+  m.def(
+      "most_routed_choices", &agmm::most_routed_choices,
+      "The most choices, and the most rows of room, that route_rows takes on the current device.");
+  m.def("route_rows", &route_rows, py::arg("ids_dtype"), py::arg("sizes"), py::arg("checks_capacity"),
+        py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+        "Enqueues the search for the order of the rows that the experts of a rank multiply. sizes: "
+        "choices of all tokens, choices of one, experts of all ranks, the first one and those of "
+        "this rank, rows of room. checks_capacity: more rows of any rank than there is room for "
+        "end in an assertion of the device, as an id that is too large does. addresses: those of "
+        "the ids, and of tokens, choices, counts, offsets and positions of the Routing.");
+}
+
 /// What the kernel's warps do with the offsets, in the order of the blocks.
 std::vector<std::tuple<int, int, int, int, int, int>> grouped_blocks(
     std::vector<int32_t> const& offsets, int rows, int columns, int tile_rows, int block_columns,
@@ -282,6 +321,7 @@ void bind_grouped(py::module_& m) {
   m.attr("MOST_COMBINED_PARTS") = agmm::kMostCombinedParts;
   bind_dispatch(m);
   bind_combine(m);
+  bind_route(m);
   m.def(
       "grouped_matmul", &grouped_matmul, py::arg("config"), py::arg("dtype"),
       py::arg("column_major"), py::arg("activation"), py::arg("sizes"), py::arg("a"),

@@ -15,6 +15,7 @@
 #include "ops/activation_gradient.hpp"
 #include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
+#include "ops/row_route.hpp"
 
 namespace py = pybind11;
 
@@ -153,10 +154,11 @@ void bind_quantize(py::module_& m) {
       [] {
         agmm::load_quantizers();
         agmm::load_activation_gradients();
+        agmm::load_row_routes();
       },
       py::call_guard<py::gil_scoped_release>(),
-      "Loads the kernels that quantise, and those of activation_gradient, on the current device, "
-      "which waits for it.");
+      "Loads the kernels that quantise, and those of activation_gradient and route_rows, on the "
+      "current device, which waits for it.");
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),

@@ -12,6 +12,7 @@
 #include "ops/activation_gradient.hpp"
 #include "ops/ordered_sum.hpp"
 #include "ops/quantize.hpp"
+#include "ops/row_route.hpp"
 
 namespace agmm {
 
@@ -34,6 +35,9 @@ void load_ordered_sums() { refuse(); }
 void ordered_sum(OrderedSum const&, void*) { refuse(); }
 void load_activation_gradients() { refuse(); }
 void activation_gradient(ActivationGradient const&, void*) { refuse(); }
+void load_row_routes() { refuse(); }
+int32_t most_routed_choices() { refuse(); }
+void route_rows(RowRoute const&, void*) { refuse(); }
 void grouped_matmul(GroupedMatmul const&, void*) { refuse(); }
 void packed_matmul(PackedMatmul const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }

@@ -14,7 +14,7 @@ from agmm.ops.checks import check_dtype, check_flag, check_matrix, check_operand
 from agmm.ops.grouped import GroupedCall
 from agmm.ops.library import define
 from agmm.ops.pipeline import serve
-from agmm.runtime import groups
+from agmm.runtime import cuda_routing, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.token_exchange import Exchange
 
@@ -113,10 +113,16 @@ class _Route(GroupedCall[_Found]):
         call, rank = self._call, exchange.rank
         ids = exchange.gather(call.topk_ids.detach())
         capacity = ids.numel() if call.capacity < 0 else call.capacity
-        self._check_ids(ids, capacity if exchange.has_others else ids.numel())
-        whole = call.num_local_experts == call.num_experts
-        first = 0 if whole else rank * call.num_local_experts
-        found = rows_of(ids, first, call.num_local_experts, capacity)
+        most = capacity if exchange.has_others else ids.numel()
+        experts = call.num_local_experts
+        first = 0 if experts == call.num_experts else rank * experts
+        found = cuda_routing.routed(
+            *(ids, call.num_experts, first, experts, capacity),
+            checks_capacity=most < ids.numel(),
+        )
+        if found is None:
+            self._check_ids(ids, most)
+            found = rows_of(ids, first, experts, capacity)
         return found if exchange.has_others else within(found, capacity)
 
     def _check_ids(self, ids: torch.Tensor, capacity: int) -> None:

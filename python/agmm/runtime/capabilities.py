@@ -47,7 +47,8 @@ MATMULS = Feature("matmuls", _KERNELS_OF_MATMULS, _KERNELS_OF_MATMULS)
 COLLECTIVES = Feature("collectives", _OTHER_KERNELS)
 QUANTISERS = Feature("quantisers", _OTHER_KERNELS)
 GRADIENTS = Feature("gradients of activations", _OTHER_KERNELS)
-FEATURES = (MATMULS, COLLECTIVES, QUANTISERS, GRADIENTS)
+ROUTING = Feature("routing", _OTHER_KERNELS)
+FEATURES = (MATMULS, COLLECTIVES, QUANTISERS, GRADIENTS, ROUTING)
 
 
 def _words(version: _Version) -> str:

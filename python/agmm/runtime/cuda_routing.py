@@ -1,0 +1,62 @@
+"""The order of rows of experts by a kernel, on the GPUs that agmm has it for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from agmm import _core
+from agmm.runtime import capabilities
+from agmm.runtime.streams import stream_of
+
+
+def routed(
+    ids: torch.Tensor,
+    num_experts: int,
+    first: int,
+    experts: int,
+    capacity: int,
+    *,
+    checks_capacity: bool,
+) -> tuple[torch.Tensor, ...] | None:
+    """Return what `agmm.ops.routing.rows_of` returns, by one launch on the current stream; None
+    where there is no kernel for it. An id that is too large ends in an assertion of the device.
+
+    Args:
+        ids: [tokens of all ranks, k], contiguous.
+        num_experts: the experts of all ranks.
+        first: the first expert of this rank.
+        experts: how many experts each rank has.
+        capacity: the rows of the result.
+        checks_capacity: whether more rows of any rank than that end in an assertion as well.
+    """
+    given = _core.RouteIds.__members__.get(str(ids.dtype).removeprefix("torch."))
+    if (
+        not ids.is_cuda
+        or given is None
+        or max(experts, num_experts // experts) > _core.MOST_ROUTED_EXPERTS
+        or capabilities.why_not(capabilities.ROUTING, ids.device) is not None
+        or not 0 < ids.numel() <= _most_choices(ids.device)
+        or capacity > _most_choices(ids.device)
+    ):
+        return None
+    shapes = (capacity,), (capacity,), (experts,), (experts + 1,), ids.shape
+    found = tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    with torch.cuda.device(ids.device):
+        _core.route_rows(
+            given,
+            (ids.numel(), ids.shape[1], num_experts, first, experts, capacity),
+            checks_capacity,
+            (ids.data_ptr(), *(tensor.data_ptr() for tensor in found)),
+            stream_of(ids.device),
+        )
+    return found
+
+
+@cache
+def _most_choices(device: torch.device) -> int:
+    """The most choices, and the most rows of room, that the kernel takes on a GPU; remembered,
+    since each call asks."""
+    with torch.cuda.device(device):
+        return _core.most_routed_choices()
