@@ -275,8 +275,9 @@ void bind_route(py::module_& m) {
   m.def(
       "most_routed_choices", &agmm::most_routed_choices,
       "The most choices, and the most rows of room, that route_rows takes on the current device.");
-  m.def("route_rows", &route_rows, py::arg("ids_dtype"), py::arg("sizes"), py::arg("checks_capacity"),
-        py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+  m.def("route_rows", &route_rows, py::arg("ids_dtype"), py::arg("sizes"),
+        py::arg("checks_capacity"), py::arg("addresses"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>(),
         "Enqueues the search for the order of the rows that the experts of a rank multiply. sizes: "
         "choices of all tokens, choices of one, experts of all ranks, the first one and those of "
         "this rank, rows of room. checks_capacity: more rows of any rank than there is room for "

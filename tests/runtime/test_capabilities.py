@@ -10,10 +10,19 @@ from torch._subclasses import FakeTensorMode
 
 from agmm import _core
 from agmm.runtime import capabilities, cuda_quantize, symmetric
-from agmm.runtime.capabilities import COLLECTIVES, FEATURES, GRADIENTS, MATMULS, QUANTISERS, Feature
+from agmm.runtime.capabilities import (
+    COLLECTIVES,
+    FEATURES,
+    GRADIENTS,
+    MATMULS,
+    QUANTISERS,
+    ROUTING,
+    Feature,
+)
 from agmm.runtime.scaling import ALL
 
 GPU = torch.device("cuda", 0)
+WITHOUT_MATMULS = (COLLECTIVES, QUANTISERS, GRADIENTS, ROUTING)
 
 
 def _forget() -> None:
@@ -37,12 +46,12 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     ("version", "served"),
     [
         ((7, 5), ()),
-        ((8, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
-        ((8, 6), (COLLECTIVES, QUANTISERS, GRADIENTS)),
-        ((8, 9), (COLLECTIVES, QUANTISERS, GRADIENTS)),
-        ((9, 0), (MATMULS, COLLECTIVES, QUANTISERS, GRADIENTS)),
-        ((10, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
-        ((12, 0), (COLLECTIVES, QUANTISERS, GRADIENTS)),
+        ((8, 0), WITHOUT_MATMULS),
+        ((8, 6), WITHOUT_MATMULS),
+        ((8, 9), WITHOUT_MATMULS),
+        ((9, 0), (MATMULS, *WITHOUT_MATMULS)),
+        ((10, 0), WITHOUT_MATMULS),
+        ((12, 0), WITHOUT_MATMULS),
     ],
     ids=str,
 )
@@ -61,6 +70,7 @@ def test_each_feature_asks_for_what_it_needs(
         (COLLECTIVES, "wanted at least 8.0 for agmm's collectives"),
         (QUANTISERS, "wanted at least 8.0 for agmm's quantisers"),
         (GRADIENTS, "wanted at least 8.0 for agmm's gradients of activations"),
+        (ROUTING, "wanted at least 8.0 for agmm's routing"),
     ],
 )
 def test_a_refusal_names_feature_found_and_wanted(

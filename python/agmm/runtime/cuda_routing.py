@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from agmm import _core
@@ -37,13 +35,14 @@ def routed(
         or given is None
         or max(experts, num_experts // experts) > _core.MOST_ROUTED_EXPERTS
         or capabilities.why_not(capabilities.ROUTING, ids.device) is not None
-        or not 0 < ids.numel() <= _most_choices(ids.device)
-        or capacity > _most_choices(ids.device)
     ):
         return None
-    shapes = (capacity,), (capacity,), (experts,), (experts + 1,), ids.shape
-    found = tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     with torch.cuda.device(ids.device):
+        most = _core.most_routed_choices()
+        if not 0 < ids.numel() <= most or capacity > most:
+            return None
+        shapes = (capacity,), (capacity,), (experts,), (experts + 1,), ids.shape
+        found = tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
         _core.route_rows(
             given,
             (ids.numel(), ids.shape[1], num_experts, first, experts, capacity),
@@ -52,11 +51,3 @@ def routed(
             stream_of(ids.device),
         )
     return found
-
-
-@cache
-def _most_choices(device: torch.device) -> int:
-    """The most choices, and the most rows of room, that the kernel takes on a GPU; remembered,
-    since each call asks."""
-    with torch.cuda.device(device):
-        return _core.most_routed_choices()
