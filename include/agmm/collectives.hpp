@@ -76,14 +76,29 @@ struct Beside {
 /// partial sums of 1 KiB.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
-/// all_reduce(A @ B) (+ bias) (+ residual) of few rows in one kernel: a streaming kernel multiplies
-/// and sends its sums, rounded, to all ranks, or in two shots to the rank that adds them up for
-/// all. They are added in the order of the ranks in float32, and what bias and residual add to is
-/// rounded once. Every rank and either method gets the same bits, in every call.
+/// The RMS norm of the rows of a StreamedSum, times `weight`: computed in float32 and rounded once.
+/// With `scales` what is rounded is quantised to fp8 (e4m3), as quantize() does it.
+struct StreamedNorm {
+  void const* weight = nullptr;  // [n]; null: rows are not normed
+  void* normed = nullptr;        // [m, n]
+  float eps = 0;
+  float* scales = nullptr;  // [m], or [m, ceil(n / 128)]; null: none
+  bool of_blocks = false;   // whether a scale is that of 128 columns
+};
+
+/// all_reduce(A @ B) (+ bias) (+ residual) of few rows in one kernel, or reduce_scatter: a
+/// streaming kernel multiplies and sends its sums, rounded, to all ranks, or to the rank that adds
+/// them up for itself, or in two shots for all. They are added in the order of the ranks in
+/// float32, and what bias and residual add to is rounded once. Every rank and either method gets
+/// the same bits, in every call. An all_reduce may norm its rows in the same kernel.
 struct StreamedSum {
-  AsyncInputArgs matmul{};         // its A has come; rank, limit and multiprocessors are filled in
-  void const* residual = nullptr;  // [m, n] of the dtype of out, the same on all ranks; or null
-  CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot
+  AsyncInputArgs matmul{};  // its A has come; rank, limit and multiprocessors are filled in
+  // As long as out and of its dtype, or null. An all_reduce has the same on all ranks.
+  void const* residual = nullptr;
+  CollectiveOp op = CollectiveOp::AllReduce;            // or ReduceScatter of m / w rows each
+  CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot of an AllReduce
+  bool is_average = false;                              // the sum is multiplied by 1 / w
+  StreamedNorm norm{};                                  // of an AllReduce
 };
 
 /// A call without elements, which moves nothing: it ends when all ranks have come to it. No other

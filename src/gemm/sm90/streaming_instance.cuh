@@ -170,8 +170,10 @@ struct StreamingInstance {
     params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr && !kSums;
     if constexpr (kSums) {
       if (!call.exchange.is_there()) return "found no ranks to sum over";
-      params.sink = {call.exchange.args, static_cast<Element const*>(call.exchange.residual),
-                     call.exchange.is_shared};
+      StreamedExchange const& sum = call.exchange;
+      params.sink = {sum.args,       static_cast<Element const*>(sum.residual),
+                     sum.is_shared,  sum.is_scattered,
+                     sum.owned_rows, sum.norm};
     }
     return describe_a(params, p, operands) ? nullptr : kRefused;
   }

@@ -161,9 +161,12 @@ struct StreamingKernel {
     uint64_t empty[kStages];
     uint64_t sums_full;
     uint64_t sums_empty;
-    uint32_t seen;  // of ChunkGate
+    uint32_t seen;    // of ChunkGate
+    int32_t claimed;  // of NormedRows
   };
   static_assert(sizeof(Shared) <= kSharedBytes);
+  static_assert(!Sink::kSends ||
+                streamed_norm_bytes(kMaxStreamedNormColumns) <= kStages * kWeightBytes);
   /// With a gate a tile has columns of two weights, of each as many.
   static constexpr int kHalves = Policy::kColumnsPerOut;
   static constexpr bool kIsGated = kHalves == 2;
@@ -590,6 +593,7 @@ struct StreamingKernel {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(&shared.sums_full);
       }
+      if constexpr (Sink::kSends) sink.look();
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
       if constexpr (Sink::kSends) {
         sink.send(shared, place, tile);
@@ -599,7 +603,7 @@ struct StreamingKernel {
       if (block + params.clusters < params.blocks) say_sums_are_read(params, shared, place);
       parity ^= 1;
     }
-    if constexpr (Sink::kSends) sink.take(place);
+    if constexpr (Sink::kSends) sink.take(shared, place);
   }
 
   /// The rows of a tile that this CTA owns.
