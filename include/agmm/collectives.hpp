@@ -101,6 +101,13 @@ struct StreamedSum {
   StreamedNorm norm{};                                  // of an AllReduce
 };
 
+/// all_gather, then the product of what was gathered and a weight by a streaming kernel, which may
+/// start while the gather awaits its peers and reads its weight meanwhile.
+struct GatheredMatmul {
+  Collective gather{};
+  AsyncInputArgs matmul{};  // of gather.out; rank, limit and multiprocessors are filled in
+};
+
 /// A call without elements, which moves nothing: it ends when all ranks have come to it. No other
 /// kind of call has its tag, so a rank whose call does have elements is found out.
 struct Meeting {
@@ -153,6 +160,7 @@ class Collectives {
   bool operator()(Collective const& call, Beside const& beside, void* stream);
   bool operator()(Meeting const& meeting, void* stream);
   bool operator()(StreamedSum const& call, void* stream);
+  bool operator()(GatheredMatmul const& call, void* stream);
 
   /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or
   /// the last one of the capture that `stream` is in. Calls of other workspaces of the group need

@@ -815,6 +815,17 @@ class CudaCollectives:
         """
         Enqueues a collective. count: the number of elements of the input or, for reduce_scatter, of out. ctas: the number of CTAs of a launch, alike on all ranks; 0 chooses it by size. Returns whether the stream is being captured.
         """
+    def gathered_matmul(
+        self,
+        method: CollectiveMethod,
+        problem: MatmulProblem,
+        addresses: collections.abc.Sequence[int],
+        nbytes: int,
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues an all_gather of so many bytes of each rank, and the product of the gathered rows by a streaming kernel, which reads its weight meanwhile. addresses: the addresses of the shard, the gathered rows, the weight, the bias and the product; 0 where there is none. Returns whether the stream is being captured.
+        """
     def meet(
         self, method: CollectiveMethod, input: int, out: int, agreed: str, words: str, stream: int
     ) -> bool:

@@ -124,6 +124,24 @@ bool streamed_reduce_scatter(Collectives& collectives, const agmm::MatmulProblem
   return collectives(call, reinterpret_cast<void*>(stream));
 }
 
+bool gathered_matmul(Collectives& collectives, CollectiveMethod method,
+                     const agmm::MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
+                     int64_t nbytes, uintptr_t stream) {
+  agmm::Addresses at(addresses, 5);
+  agmm::GatheredMatmul call;
+  call.gather =
+      described(CollectiveOp::AllGather, method, CollectiveElement::Byte, 0, 0, nbytes, 0);
+  call.gather.in = at.next<void>();
+  call.gather.out = at.next<void>();
+  call.matmul = problem.args;
+  call.matmul.operands.a = call.gather.out;
+  call.matmul.operands.b = at.next<void>();
+  call.matmul.operands.bias = at.next<void>();
+  call.matmul.operands.out = at.next<void>();
+  call.matmul.limit_ns = agmm::limit_ns();
+  return collectives(call, reinterpret_cast<void*>(stream));
+}
+
 void relay_over(Collectives& collectives, const std::vector<std::array<int32_t, 3>>& moves) {
   std::vector<agmm::RelayMove> found;
   for (const auto& [owner, source, target] : moves) found.push_back({owner, source, target});
@@ -243,6 +261,13 @@ void bind_collectives(py::module_& m) {
           "Enqueues out = reduce_scatter(a @ b) (+ bias) (+ residual) of few rows as one kernel, a "
           "streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there "
           "is none. Returns whether the stream is being captured.")
+      .def("gathered_matmul", &gathered_matmul, py::arg("method"), py::arg("problem"),
+           py::arg("addresses"), py::arg("nbytes"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues an all_gather of so many bytes of each rank, and the product of the gathered "
+           "rows by a streaming kernel, which reads its weight meanwhile. addresses: the addresses "
+           "of the shard, the gathered rows, the weight, the bias and the product; 0 where there "
+           "is none. Returns whether the stream is being captured.")
       .def("all_gather_two", &all_gather_two, py::arg("method"), py::arg("input"), py::arg("out"),
            py::arg("nbytes"), py::arg("second"), py::arg("second_out"), py::arg("second_nbytes"),
            py::arg("stream"), py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),

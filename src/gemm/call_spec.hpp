@@ -45,6 +45,10 @@ struct CallSpec {
   // Whether a streaming kernel that starts early may load B before the kernel ahead has ended: the
   // caller promises that none which may still run writes it.
   bool weight_is_ahead = false;
+  // Whether the kernel ahead is the op's own gather of A by packets, which starts when all kernels
+  // before it have ended. Then both of the above hold, whatever the caller promises; and the next
+  // kernel is not let start, which would take places while a peer is awaited.
+  bool is_behind_gather = false;
 };
 
 }  // namespace agmm

@@ -262,8 +262,8 @@ struct Collectives::Impl {
   }
   /// `chunks_per_rank` is that of report_place().
   ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
-  void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
-               cudaStream_t stream) const;
+  void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank, cudaStream_t stream,
+               bool lets_next_start = false) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
   void enqueue(Collective const& call, Beside const& beside, cudaStream_t stream) const;
   /// The rows of a sum that each rank makes; 0 where it makes all of them, or some packets.
@@ -332,7 +332,7 @@ ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag,
 }
 
 void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
-                                cudaStream_t stream) const {
+                                cudaStream_t stream, bool lets_next_start) const {
   Carrier const carrier = carrier_of(call.method);
   ExchangeStep const step = step_of(call);
   int64_t const element_bytes = bytes_of(call.element);
@@ -346,6 +346,7 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
 
   ExchangeArgs args = args_of(call, tag, chunks_per_rank);
   for (int64_t begin = 0; begin < call.count; begin += most) {
+    args.lets_next_start = lets_next_start && begin + most >= call.count;
     int64_t const count = std::min(most, call.count - begin);
     args.in = static_cast<char const*>(call.in) + begin * element_bytes;
     args.out = static_cast<char*>(call.out) + begin * element_bytes;
@@ -604,6 +605,33 @@ bool Collectives::operator()(StreamedSum const& call, void* stream) {
     PreparedMatmul const prepared = impl_->prepared(call, tag);
     impl_->note(tag, words);
     return [prepared](cudaStream_t on) { prepared.launch(on); };
+  });
+}
+
+bool Collectives::operator()(GatheredMatmul const& given, void* stream) {
+  Collective const call = as_moved(given.gather);
+  return impl_->ordered.make(stream, [&] {
+    check(given.gather);
+    impl_->check_relays(call.method);
+    if (call.op != CollectiveOp::AllGather) refuse("op", name(call.op), "all_gather");
+    if (!is_streaming(given.matmul.config.shape)) {
+      refuse("config", given.matmul.config.shape.str(), "a streaming kernel");
+    }
+    if (given.matmul.operands.a != given.gather.out || given.matmul.arrival.signals != nullptr) {
+      refuse("A", "a product of other rows", "that of the gathered ones");
+    }
+    // No other rank need multiply alike, so the tag is that of any such gather.
+    uint32_t const tag = impl_->tag_of(call);
+    impl_->note(tag, described(call));
+    CallSpec spec = call_of(given.matmul);
+    spec.matmul.rank = impl_->rank;
+    spec.matmul.sm_count = impl_->sm_count;
+    spec.is_behind_gather = true;
+    PreparedMatmul const prepared = prepare(spec);
+    return [&, tag, prepared](cudaStream_t on) {
+      impl_->enqueue(call, tag, 1, on, true);
+      prepared.launch(on);
+    };
   });
 }
 

@@ -201,7 +201,11 @@ def matmul_all_reduce_rms_norm(
 
 
 def _found(
-    given: tuple[Any, ...], eps: float, group: Any, settings: tuple[Any, ...], quantize_out: str
+    given: tuple[Any, ...],
+    eps: float,
+    group: Any,
+    settings: tuple[bool, bool, str],
+    quantize_out: str,
 ) -> tuple[Any, torch.Tensor]:
     """The norm and the sum, by a kept call if there is one. With ``quantize_out`` the norm may be
     a tuple of fp8 values and scales already."""
@@ -222,7 +226,8 @@ def _found(
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     check_norm(given[0], given[1], residual, given[4], eps)
-    call = _Arguments(*given, float(eps), group_name, world_size, *settings)
+    of_op = group_name, world_size, strict, batch_invariant, config
+    call = _Arguments(*given, float(eps), *of_op)
     there = [tensor for tensor in given if tensor is not None]
     if not is_watched() and all(map(is_plain, there)):
         return _impl(call, keep_as, quantize_out)

@@ -88,12 +88,6 @@
 
 namespace agmm {
 
-/// Lets the kernel behind this one in the stream start its CTAs, where it may be launched
-/// programmatically, once all CTAs of this one have called it or ended.
-CUTLASS_DEVICE void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 /// What stands in place of parameters that a kernel has no use for.
 struct NoParams {};
 
