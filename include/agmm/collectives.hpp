@@ -93,7 +93,7 @@ struct StreamedNorm {
 /// the same bits, in every call. An all_reduce may norm its rows in the same kernel.
 struct StreamedSum {
   AsyncInputArgs matmul{};  // its A has come; rank, limit and multiprocessors are filled in
-  // As long as out and of its dtype, or null. An all_reduce has the same on all ranks.
+  // This is as long as out and of its dtype, or null; of an all_reduce it is the same on all ranks.
   void const* residual = nullptr;
   CollectiveOp op = CollectiveOp::AllReduce;            // or ReduceScatter of m / w rows each
   CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot of an AllReduce

@@ -36,7 +36,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def _configs(n: int, k: int) -> list[KernelConfig]:
+def configs(n: int, k: int) -> list[KernelConfig]:
     """The build's kernels with the splits that calls have, and in one split."""
     found = []
     for kernel in KERNELS:
@@ -164,7 +164,7 @@ def wrong_on_one_gpu(world_size: int, kinds: tuple[str, ...] = KINDS) -> list[st
     """Faults of calls of every kernel and kind, with and without what is added."""
     ranks, faults = StandIn(world_size), []
     for shape in SHAPES:
-        for config in _configs(*shape[1:]):
+        for config in configs(*shape[1:]):
             for kind, added, method in product(kinds, (False, True), METHODS[:2]):
                 operands = Operands(world_size, shape, config, added=added, kind=kind)
                 torch.cuda.synchronize()
@@ -197,7 +197,7 @@ def wrong_by_late_ranks(
     shapes = [shape for shape in SHAPES if shape[0] < 8]
     sets = []
     for shape, kind in product(shapes, kinds):
-        config = replace(KERNELS[0], splits=_configs(*shape[1:])[0].splits)
+        config = replace(KERNELS[0], splits=configs(*shape[1:])[0].splits)
         sets.append((Operands(world_size, shape, config, added=True, kind=kind), config))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(calls):
@@ -221,7 +221,7 @@ def behind_a_late_kernel(captured: bool) -> None:
     """Raises AssertionError where a sum reads A before the kernel ahead, which lets it start at
     once and is late, has written it: in a process that has AGMM_EARLY_START=weights."""
     late_copy, ranks, shape = early_start_work.late_copier(), StandIn(2), (2, 264, 1032)
-    config = _configs(*shape[1:])[0]
+    config = configs(*shape[1:])[0]
     operands = Operands(2, shape, config, added=True)
     calls: list[Callable[[], Any]] = []
     sources = [A.clone() for A in operands.As]

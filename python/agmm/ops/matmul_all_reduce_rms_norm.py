@@ -162,8 +162,8 @@ def matmul_all_reduce_rms_norm(
         eps: is added to the mean of the squares of a row of N.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         bias: [N], the same on all ranks; added once.
-        config: ``"streamed"`` for the sum by one kernel, as `matmul_all_reduce` has it, then
-            torch's norm; None for the chosen way.
+        config: ``"streamed"`` for all of it by one kernel on CUDA, whose sum is that of
+            `matmul_all_reduce`; None for the chosen way.
         quantize_out: ``"rowwise"``, ``"block"`` (1 × 128) or ``"tensorwise"``: return the norm in
             float8_e4m3fn with the scales that the next op's A wants, as `all_gather_matmul` returns
             its result. Without a gradient.
@@ -222,12 +222,12 @@ def _found(
             check_operand(name, tensor)
     check_flag("strict", strict)
     residual = given[3]
-    given = autocast(given, given[0].device)
+    A, B, bias, added, weight = given = autocast(given, given[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    check_norm(given[0], given[1], residual, given[4], eps)
-    of_op = group_name, world_size, strict, batch_invariant, config
-    call = _Arguments(*given, float(eps), *of_op)
+    check_norm(A, B, residual, weight, eps)
+    of_group = float(eps), group_name, world_size
+    call = _Arguments(A, B, bias, added, weight, *of_group, strict, batch_invariant, config)
     there = [tensor for tensor in given if tensor is not None]
     if not is_watched() and all(map(is_plain, there)):
         return _impl(call, keep_as, quantize_out)

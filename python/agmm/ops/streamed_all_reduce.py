@@ -9,9 +9,9 @@ import torch
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import invariant, small_collectives
+from agmm.ops.copying import Copying
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce
-from agmm.ops.plain_scatter import Copying
 from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import collective_method
 from agmm.runtime import cuda_calls

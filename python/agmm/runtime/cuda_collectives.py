@@ -261,6 +261,24 @@ class CollectivesWorkspace(SymmetricWorkspace):
             given = problem, addresses, is_average, stream_of(self.device)
             enqueue(self, SLOT_BYTES, "streamed_reduce_scatter", *given)
 
+    def gathered_matmul(
+        self,
+        method: _core.CollectiveMethod,
+        problem: _core.MatmulProblem,
+        addresses: tuple[int, ...],
+        nbytes: int,
+    ) -> None:
+        """Enqueue an all-gather of so many bytes of each rank on the current stream, and the
+        product of the gathered rows by a streaming kernel, which reads its weight meanwhile.
+        Collective. ``addresses`` are those of the shard, the gathered rows, B, the bias and the
+        product."""
+        with self.lock:
+            self.known.calls += 1
+            if method == _core.CollectiveMethod.relayed:
+                self._know_relays()
+            given = method, problem, addresses, nbytes, stream_of(self.device)
+            enqueue(self, SLOT_BYTES, "gathered_matmul", *given)
+
     def _know_relays(self) -> None:
         core = self.buffers_of(SLOT_BYTES).core
         if self._relayed is not core:

@@ -49,7 +49,11 @@
 //   - the warps that multiply do before they read the bias and write out;
 //   - warp 4 does before it loads B, but where Params::weight_is_ahead. Then the caller has
 //     promised that no kernel writes B which may still run when this one starts: neither the kernel
-//     ahead, nor, where that one lets this one start before its own wait, those before it.
+//     ahead, nor, where that one lets this one start before its own wait, those before it. Of a
+//     kernel behind the op's own gather (CallSpec::is_behind_gather) this holds without a promise:
+//     the gather writes A alone, and starts when all before it have ended. It lets this one start
+//     when all of its own CTAs have, so none of them is in want of a place; what it awaits is sent
+//     by other GPUs, as with every kernel that awaits signals on all multiprocessors.
 // Every CTA has these warps, and each takes its wait on every path; so a kernel behind this one
 // that waits for its end finds the kernels ahead of it ended too. Where nothing here is awaited
 // from other kernels but the one ahead, CTAs of the next kernel may take the places that this one
