@@ -131,7 +131,8 @@ class _Case:
             part = _product(A, B).float()
             total = part if total is None else total + part
         mine = (total * (1.0 / self.ranks)).chunk(self.ranks)[self.rank]
-        return (mine + self.bias.float() + self.residual.float()).bfloat16()
+        found: torch.Tensor = (mine + self.bias.float() + self.residual.float()).bfloat16()
+        return found
 
 
 def values(world_size: int, op: str) -> list[str] | None:
