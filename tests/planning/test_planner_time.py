@@ -19,7 +19,8 @@ from agmm.planning.planner import Planner
 from agmm.planning.plans import GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import CPU, KernelConfig, Problem
-from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports, parse
+from agmm.planning.transport_names import parse
+from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports
 from agmm.planning.tuned_rows import GatherRow, Rows
 
 GPU = "nvidia-h200"

@@ -8,10 +8,12 @@ from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
     across,
     all_reduce_plans,
+    chooses_streamed,
     chunkings,
     orders,
     scatter_plans,
     sm_pushes,
+    streamed_plan,
     usual_order,
     usual_plans,
 )
@@ -40,8 +42,9 @@ def candidates(
 ) -> list[Plan]:
     """The plans to check at first: each kernel that the cost model leaves, in its usual order, and
     also across the chunks where it would read B anew for each; the unfused path; a gather by agmm's
-    kernel and torch's fused op where they are legal; and the plan in use. A matmul + all-reduce may
-    also have kernels of a matmul + reduce-scatter, ``of_scatter``."""
+    kernel and torch's fused op where they are legal, a streamed gather where the cost model chooses
+    among such; and the plan in use. A matmul + all-reduce may also have kernels of a matmul +
+    reduce-scatter, ``of_scatter``."""
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.op == MATMUL_ALL_REDUCE:
@@ -64,6 +67,9 @@ def candidates(
         plans = _without_slow_kernels(problem, fused)
         if why_illegal(problem, GATHERED, ()) is None:
             plans.append(GATHERED)
+        streamed = streamed_plan(problem, kernels) if chooses_streamed(problem) else None
+        if streamed is not None:
+            plans.append(streamed)
     return list(dict.fromkeys([old, *plans, UNFUSED]))
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
 from agmm.ops import one_launch, portable, small_collectives
-from agmm.ops.kernel_epilogues import not_built
+from agmm.ops.kernel_epilogues import Composed, not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
 from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
+from agmm.planning.transports import MESSAGES, STREAMED, FusedGather, Transport, copy_transports
 from agmm.planning.transports import PORTABLE as BY_COPIES
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -98,9 +98,14 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
     @abstractmethod
-    def ready_behind_gather(self) -> Ready:
-        """The call of agmm's gather, then of a matmul of all rows, for any operands of this
-        kind."""
+    def ready_behind_gather(self, plan: Plan | None) -> Ready:
+        """The call of agmm's gather, then of a matmul of all rows, by a streaming kernel where the
+        plan says so, for any operands of this kind."""
+
+    def why_not_streamed(self) -> str | None:
+        """Why no streaming kernel multiplies behind agmm's gather, or None."""
+        name, dtype = plans.BY_STREAM.name, self.values.dtype
+        return f"config: {name} was asked for with {dtype}, it wants bfloat16 or float16"
 
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
@@ -155,7 +160,7 @@ class GatherCall(OpCall[Gathered]):
         kernel, transport = self.named_config()
         is_named = kernel is not None or transport == plans.GATHERED.transport
         if self.device.type != "cpu":  # whose backend asks for its chunks
-            is_named = is_named or transport == BY_COPIES
+            is_named = is_named or transport in (BY_COPIES, STREAMED)
         return self.settings.plan is None and not is_named
 
     def is_empty(self) -> bool:
@@ -193,7 +198,7 @@ class GatherCall(OpCall[Gathered]):
         if self.settings.epilogue is None or self.device.type != "cuda":
             return None
         asked = self.named_config()[1]
-        if asked is not None and asked == plans.GATHERED.transport:
+        if asked in plans.BEHIND_GATHER:
             name = self.settings.epilogue.activation
             return f"config: found {self.settings.config!r} with activation {name!r}, wanted none"
         return self.why_behind  # where a plan has chosen the gather, there is no kernel to have it
@@ -268,12 +273,17 @@ class GatherCall(OpCall[Gathered]):
             self._miss_trial()
             planned = None
         lasts = self.lasts()
-        if named == plans.GATHERED.transport:
+        if named == STREAMED and self.device.type == "cpu":  # whose rows are sent as they are
+            named = None
+        if named is not None and named in plans.BEHIND_GATHER:
             reason = self.why_not_gathered()
-            return Route(LIBRARY, reason) if reason else Route(GATHER, lasts=lasts)
-        if planned == plans.GATHERED:
+            if reason is None and named == STREAMED:
+                reason = self.why_not_streamed()
+            by = GATHER if reason is None else LIBRARY
+            return Route(by, reason, Plan(named), lasts)
+        if planned is not None and planned.transport in plans.BEHIND_GATHER:
             if self.why_not_gathered() is None:
-                return Route(GATHER, lasts=lasts)
+                return Route(GATHER, plan=planned, lasts=lasts)
             # The call is captured before the gather has memory: it is fused this time.
             self._miss_trial()
             return Route(KERNEL, lasts=False)
@@ -322,7 +332,7 @@ class GatherCall(OpCall[Gathered]):
 
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
-            ready = self.ready_behind_gather()
+            ready = self.ready_behind_gather(route.plan)
         elif route.by == PORTABLE and self.by_pieces:
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()
@@ -337,7 +347,7 @@ class GatherCall(OpCall[Gathered]):
             if self.in_kernel is not None:
                 return ready
         epilogue = self.settings.epilogue
-        return ready if epilogue is None else _Composed(ready, self.behind(epilogue))
+        return ready if epilogue is None else Composed(ready, self.behind(epilogue))
 
     @abstractmethod
     def again_on_cpu(self) -> Ready:
@@ -370,27 +380,17 @@ class GatherCall(OpCall[Gathered]):
                 chosen = call_plans.planner(self.group, self.device).fused_plan(problem)
             assert chosen.kernel is not None
             if not found:
-                transport = transport or chosen.transport
+                by_plan = chosen.transport
+                if by_plan == STREAMED:  # whose kernel takes rows by copies too
+                    by_plan = copy_transports(problem, chosen.kernel)[0]
+                transport = transport or by_plan
                 reason = transport.why_illegal(problem, chosen.kernel)
                 if reason is not None:
-                    raise InvalidArgument(
-                        f"config: {chosen.kernel.kernel}, return_A={self.settings.return_A}: "
-                        f"{reason}"
-                    )
+                    which = f"{chosen.kernel.kernel}, return_A={self.settings.return_A}"
+                    raise InvalidArgument(f"config: {which}: {reason}")
             found.append(chosen.kernel)
         assert isinstance(transport, FusedGather)  # no other is legal with a kernel
         return found, transport
-
-
-class _Composed(NamedTuple):
-    """Computes calls by agmm's kernels, and the activation behind them by torch's ops."""
-
-    call: Ready
-    behind: Behind
-
-    def __call__(self, *operands: Any) -> Gathered:
-        A, scale, products = self.call(*operands)
-        return Gathered(A, scale, self.behind(products))
 
 
 def _goes_by_messages(transport: Transport | None) -> bool:

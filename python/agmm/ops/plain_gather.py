@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops import kept, portable, small_collectives
+from agmm.ops import kept, portable, small_collectives, streamed_gather
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import why_behind
 from agmm.ops.pipeline import Ready, serve
 from agmm.planning import call_plans, legality
+from agmm.planning.plans import Plan
 from agmm.planning.problems import PLAIN, KernelConfig, Problem
-from agmm.planning.transports import FusedGather
+from agmm.planning.transports import STREAMED, FusedGather
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
@@ -139,7 +140,13 @@ class PlainGather(GatherCall):
         outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
         return Gathered(None if A is None else reshaped(A, (*self.leading, k)), None, outs)
 
-    def ready_behind_gather(self) -> Ready:
+    def why_not_streamed(self) -> str | None:
+        return streamed_gather.why_not(self.A_shard, self.Bs)
+
+    def ready_behind_gather(self, plan: Plan | None) -> Ready:
+        if plan is not None and plan.transport == STREAMED:
+            given = self.A_shard, self.Bs, self.group
+            return streamed_gather.ready(*given, return_A=self.settings.return_A)
         gather = small_collectives.prepare_gather(self.A_shard, self.group)
         return _BehindGather(gather, self.settings.return_A)
 

@@ -11,9 +11,11 @@ from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import (
     chooses_sm_push,
+    chooses_streamed,
     chooses_swapped,
     lagged_plans,
     scatter_plans,
+    streamed_plan,
     usual_plans,
 )
 from agmm.planning.legality import why_unfused
@@ -29,7 +31,7 @@ from agmm.planning.problems import (
     Problem,
 )
 from agmm.planning.search import Search
-from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, SmPush
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, STREAMED, SmPush
 
 KernelsOf = Callable[..., Sequence[KernelConfig]]
 """The kernels to choose from, by op and name of a format; those of another epilogue than `PLAIN` by
@@ -145,7 +147,7 @@ class GatherPlans:
         margin = cost_model.choice_margin(problem, plan.transport.family)
         if margin is not None:
             is_faster = rated_us(problem, *best) <= us * margin
-        elif plan == GATHERED:  # whose time does not vary
+        elif plan != UNFUSED:  # whose time does not vary
             is_faster = us >= best[1] * cost_model.gathered_margin(problem)
         else:
             is_large = cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES
@@ -166,7 +168,8 @@ class GatherPlans:
             plans = [plan for plan in plans if not isinstance(plan.transport, SmPush)]
         if self.why_unfused is None and GATHER.why_illegal(problem, None) is None:
             plans.append(GATHERED)
-        return [*plans, UNFUSED]
+        streamed = self._streamed(problem)
+        return [*plans, *([] if streamed is None else [streamed]), UNFUSED]
 
     def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
         return self.kernels
@@ -185,15 +188,22 @@ class GatherPlans:
             here.fastest = (self._search.fastest(here.at),)
         return here.fastest[0]
 
+    def _streamed(self, problem: Problem) -> Plan | None:
+        is_asked = self.kernels and chooses_streamed(problem)
+        return streamed_plan(problem, self.kernels) if is_asked else None
+
     def _unfused(self, here: Here) -> tuple[Plan, float]:
-        """The faster of the plans with the library's matmul, and its time by the cost model."""
+        """The fastest of the plans with a matmul of all rows, and its time by the cost model."""
         problem = here.problem
         if here.unfused is None:
-            here.unfused = UNFUSED, cost_model.unfused_us(problem)
+            plans = [UNFUSED]
             if GATHER.why_illegal(problem, None) is None:
-                gathered = GATHERED, cost_model.gathered_us(problem)
-                if rated_us(problem, *gathered) < rated_us(problem, *here.unfused):
-                    here.unfused = gathered
+                plans.append(GATHERED)
+            streamed = self._streamed(problem)
+            if streamed is not None:
+                plans.append(streamed)
+            timed = [(plan, predict_us(problem, plan) or 0.0) for plan in plans]
+            here.unfused = min(timed, key=lambda pair: rated_us(problem, *pair))
         return here.unfused
 
 
@@ -202,10 +212,11 @@ class ScatterPlans:
 
     def __init__(self, problem: Problem, kernels_of: KernelsOf, _: Callable[[Problem], Plan]):
         self.kernels = kernels_of(problem.op, problem.format)
+        self._kernels_of, self._format = kernels_of, problem.format
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
-        plans = scatter_plans(problem, self.kernels)
+        plans = self.alternatives(problem)
         legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
         if not legal:
             raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
@@ -222,9 +233,15 @@ class ScatterPlans:
         return Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[Plan]:
-        return scatter_plans(problem, self.kernels)
+        plans = scatter_plans(problem, self.kernels)
+        if problem.gpu == CPU or not has_model(problem) or not chooses_streamed(problem):
+            return plans
+        streamed = streamed_plan(problem, self._kernels_of(ALL_GATHER_MATMUL, problem.format))
+        return plans if streamed is None else [streamed, *plans]
 
     def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        if plan.transport == STREAMED:
+            return self._kernels_of(ALL_GATHER_MATMUL, self._format)
         return self.kernels
 
     def likeness(self, plan: Plan) -> Hashable:
@@ -283,10 +300,13 @@ class AllReducePlans:
         gathers; None where there is none."""
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         plans = scatter_plans(of_scatter, self.of_scatter)
-        if not SCATTER.serves(problem) or not any(plan.kernel for plan in plans):
+        own = [plan for plan in plans if plan.kernel is not None]
+        if not SCATTER.serves(problem) or not own:
             return None
-        kernel = self._fused_plan(of_scatter).kernel
-        return None if kernel is None else Plan(SCATTER, kernel)
+        plan = self._fused_plan(of_scatter)
+        if plan.transport == STREAMED:  # which has no gather behind it
+            plan = min(own, key=lambda one: predict_us(of_scatter, one) or 0.0)
+        return None if plan.kernel is None else Plan(SCATTER, plan.kernel)
 
     def _lagged(self, problem: Problem) -> Plan | None:
         if not LAGGED.serves(problem):

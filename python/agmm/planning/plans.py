@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import BACKEND, GATHER, PORTABLE, TORCH, FusedGather, Transport, parse
+from agmm.planning.transport_names import parse
+from agmm.planning.transports import (
+    BACKEND,
+    GATHER,
+    PORTABLE,
+    STREAMED,
+    TORCH,
+    FusedGather,
+    Transport,
+)
 
 __all__ = [
+    "BEHIND_GATHER",
     "BY_COPIES",
     "BY_LIBRARY",
+    "BY_STREAM",
     "BY_TORCH",
     "GATHERED",
     "NAMED",
@@ -60,9 +71,13 @@ UNFUSED = Plan(BACKEND)
 GATHERED = Plan(GATHER)
 BY_TORCH = Plan(TORCH)
 BY_COPIES = Plan(PORTABLE)
+BY_STREAM = Plan(STREAMED)
+"""The plan of a streaming kernel that a call without a plan of its own chooses by its operands."""
 BY_LIBRARY = (UNFUSED, GATHERED)
 """The plans of an all-gather -> matmul whose matmul is the library's, of all rows."""
-NAMED = (*BY_LIBRARY, BY_COPIES)
+BEHIND_GATHER = (GATHER, STREAMED)
+"""The transports whose matmul, of an all-gather -> matmul, comes behind agmm's gather."""
+NAMED = (*BY_LIBRARY, BY_COPIES, BY_STREAM)
 """The plans that a config names as a whole."""
 
 

@@ -22,6 +22,9 @@ from agmm.planning.cost_model.collectives import (
     gathered_bytes,
     gathered_margin,
     gathered_us,
+    streamed_gather_us,
+    streamed_scatter_us,
+    why_no_streamed_scatter,
     why_not_gathered,
 )
 from agmm.planning.cost_model.gather import (
@@ -111,7 +114,10 @@ __all__ = [
     "sm_push_us",
     "sms_of",
     "straddles",
+    "streamed_gather_us",
+    "streamed_scatter_us",
     "tile_push_scatter_us",
     "unfused_us",
+    "why_no_streamed_scatter",
     "why_not_gathered",
 ]

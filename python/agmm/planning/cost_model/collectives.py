@@ -11,6 +11,7 @@ its times here are those of its gathers and scatters beside a matmul (`Constants
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal
@@ -20,7 +21,8 @@ from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
-from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.cost_model.streaming import Stream
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
@@ -112,6 +114,40 @@ def gathered_us(problem: Problem) -> float:
     which the library's time stands."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
     return gather_us + matmul_us(problem) + behind_us(problem)
+
+
+def streamed_gather_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of A gathered by agmm's kernel, then the matmul by a streaming kernel
+    that starts with it: that of the stream, or of the gather and what is left to read behind it."""
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    stream_us, left_us = Stream(problem, kernel).us(problem)
+    return max(stream_us, gather_us + left_us) + behind_us(problem)
+
+
+def streamed_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of a streaming kernel that sends its sums: of the stream, one trip of
+    packets, and the links for what a rank sends."""
+    alone = replace(problem, world_size=1)
+    stream_us, _ = Stream(alone, kernel).us(alone)
+    sent = problem.m * problem.n * ELEMENT_BYTES * (problem.world_size - 1) / problem.world_size
+    return stream_us + TRIP_US + sent / PACKET_SHARE / (SENT_GB_PER_S * 1e3)
+
+
+def why_no_streamed_scatter(problem: Problem) -> str | None:
+    """The reason why a streaming kernel cannot send the sums of a matmul + reduce-scatter, or
+    None."""
+    w, rows = problem.world_size, problem.m
+    if not 1 < w <= MOST_RANKS:
+        return f"streamed: found {w} ranks, wanted 2 to {MOST_RANKS}"
+    if rows % w != 0:
+        return f"streamed: found {rows} rows, wanted a multiple of {w} ranks"
+    one_shot = _core.CollectiveMethod.one_shot
+    if not _core.streams_sum(one_shot, rows, problem.n, 0, w, True):
+        return (
+            f"streamed: found {rows} rows, of whose sum with {problem.n} columns a slot does not "
+            "have room for the packets, wanted fewer"
+        )
+    return None
 
 
 def gathered_bytes(problem: Problem) -> int:

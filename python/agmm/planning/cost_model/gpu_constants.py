@@ -175,6 +175,9 @@ class Constants:
     than the tiles; larger ones take longer."""
     sends_scales: bool = False
     """Whether SM push of rows with scales was timed; else tables alone choose it."""
+    streams_exchanges: bool = False
+    """Whether gathers and scatters beside a streaming kernel were timed; else they are taken by
+    calls that name them alone."""
     sm_push_cta_us: float = 0.0
     """The additional time until an SM push has arrived where CTAs of their own send."""
     uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
