@@ -223,8 +223,8 @@ def all_gather_matmul(
         return_A: also return the gathered A, in a tensor of its own.
         bias: [N], added to the product before it is rounded; for a list of weights one each (or
             None).
-        config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
-            transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
+        config: a `KernelConfig` or its name to use, perhaps with ``/gather`` (agmm's gather comes
+            first) or another transport; ``"gather"`` for agmm's gather and the library's matmul on
             CUDA, at most 16 MiB gathered; ``"portable"`` for copies beside products of the library,
             on GPUs that reach each other's memory; or ``"unfused"``, which ``strict`` refuses.
         activation: ``"relu"``, ``"relu2"`` (the square of relu), ``"gelu"``, ``"gelu_tanh"`` or

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
-from agmm.ops import one_launch, portable, small_collectives
+from agmm.ops import behind_gather, one_launch, portable, small_collectives
 from agmm.ops.kernel_epilogues import not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
@@ -98,9 +98,9 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
     @abstractmethod
-    def ready_behind_gather(self) -> Ready:
-        """The call of agmm's gather, then of a matmul of all rows, for any operands of this
-        kind."""
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
+        """The call of agmm's gather, then of a matmul of all rows by a kernel for each weight, for
+        any operands of this kind."""
 
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
@@ -128,8 +128,8 @@ class GatherCall(OpCall[Gathered]):
     def why_not_gathered(self) -> str | None:
         """Why agmm's gather kernel cannot take the shard, or None."""
         if self.device.type != "cuda":
-            name, device = plans.GATHERED.name, self.device
-            return f"config: {name} was asked for on {device}, it wants cuda"
+            name = plans.GATHERED.name
+            return f"config: {name} was asked for on {self.device}, it wants cuda"
         return small_collectives.why_not("all_gather", self.values, self.group)
 
     @property
@@ -267,18 +267,18 @@ class GatherCall(OpCall[Gathered]):
                 return Route(LIBRARY)
             self._miss_trial()
             planned = None
-        lasts = self.lasts()
+        by_gather = Route(GATHER, plan=planned, lasts=self.lasts())
         if named == plans.GATHERED.transport:
             reason = self.why_not_gathered()
-            return Route(LIBRARY, reason) if reason else Route(GATHER, lasts=lasts)
-        if planned == plans.GATHERED:
+            return Route(LIBRARY, reason) if reason else by_gather
+        if planned is not None and planned.transport == plans.GATHERED.transport:
             if self.why_not_gathered() is None:
-                return Route(GATHER, lasts=lasts)
-            # The call is captured before the gather has memory: it is fused this time.
+                return by_gather
+            # A capture before the gather has memory is fused this time.
             self._miss_trial()
             return Route(KERNEL, lasts=False)
         plan = planned if self.trial is not None and is_one else settings.plan
-        return Route(KERNEL, plan=plan, lasts=lasts)
+        return Route(KERNEL, plan=plan, lasts=by_gather.lasts)
 
     def _portable(self) -> Route:
         """The route of a call that was asked to take the portable path."""
@@ -322,7 +322,8 @@ class GatherCall(OpCall[Gathered]):
 
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
-            ready = self.ready_behind_gather()
+            given = self.named_config()[0], route.plan, self.problem, len(self.columns())
+            ready = self.ready_behind_gather(behind_gather.kernels_of(*given))
         elif route.by == PORTABLE and self.by_pieces:
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()

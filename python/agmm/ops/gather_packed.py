@@ -226,7 +226,7 @@ class _PackedGather(GatherCall):
             chunks_per_shard=planner.plan(self.problem(None)).chunks_per_shard,
         )
 
-    def ready_behind_gather(self) -> Ready:
+    def ready_behind_gather(self, _: Sequence[Any]) -> Ready:
         gather = small_collectives.prepare_gather(self.shard, self.group)
         return lambda: self._products(gather(self.shard))
 

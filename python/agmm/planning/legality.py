@@ -22,7 +22,7 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import LAGGED, PUSH, SCATTER
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER
 
 MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
 """How many products a kernel adds up at most, by kind of format (`ScatterSpec::kMaxProducts`). The
@@ -131,11 +131,12 @@ def _why_gather_illegal(
         return "plan: found no kernel, wanted one"
     reason = plan.transport.why_illegal(problem, plan.kernel)
     if reason is not None:
-        return f"plan: {reason}"
+        return reason if reason.startswith("plan: ") else f"plan: {reason}"
     built = built_as(plan.kernel, kernels)
     if built is None:
         return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
-    return _why_splits_illegal(plan.kernel, legal_splits(problem, built))
+    multiplied = cost_model.behind_gather(problem) if plan.transport == GATHER else problem
+    return _why_splits_illegal(plan.kernel, legal_splits(multiplied, built))
 
 
 def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:

@@ -72,8 +72,8 @@ def candidates(planner: Planner, problem: Problem, *, one_kernel: bool = True) -
     if first_us is None:
         return [first]
     if not one_kernel:
-        fused = planner.fused_plan(problem) if first.kernel is None else first
-        timed = {plan: us for plan, us in timed.items() if plan in (*BY_LIBRARY, fused)}
+        fused = planner.fused_plan(problem) if first.gathers_first else first
+        timed = {plan: us for plan, us in timed.items() if plan in (*BY_LIBRARY, fused, first)}
     timed.pop(BY_TORCH, None)  # it costs the host more, which times on a GPU do not show
     limit_us = MOST_OVER_BEST * min([first_us, *timed.values()])
     others = [plan for plan, us in timed.items() if us <= limit_us and plan != first]

@@ -25,6 +25,7 @@ from agmm.planning.problems import (
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
     NUMBER,
+    PLAIN,
     KernelConfig,
     Problem,
 )
@@ -236,21 +237,22 @@ class SmPush(FusedGather):
 
 @dataclass(frozen=True)
 class Gather(Transport):
-    """A kernel of agmm gathers A, and another launch its scales; the library multiplies them."""
+    """A kernel of agmm gathers A with its scales; the library or one of agmm's kernels multiplies
+    all rows then."""
 
     name = "gather"
     ops = (ALL_GATHER_MATMUL,)
     kinds = _ANY_KIND
 
     def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
-        if kernel is not None:
-            return super().why_illegal(problem, kernel)
         if problem.gpu != CPU and not self.serves(problem):
             return f"plan: found gather of {problem.format}, wanted another transport"
+        if kernel is not None and problem.epilogue != PLAIN:
+            return f"gather: found {kernel.kernel} with an activation, wanted none"
         return cost_model.why_not_gathered(problem)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
-        return cost_model.gathered_us(problem)
+        return cost_model.gathered_us(problem, kernel)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from agmm.planning.cost_model.collectives import (
     STEADY_GATHER_BYTES,
+    behind_gather,
     choice_margin,
     gathered_bytes,
     gathered_margin,
     gathered_us,
+    has_margin,
     why_not_gathered,
 )
 from agmm.planning.cost_model.gather import (
@@ -81,6 +83,7 @@ __all__ = [
     "all_gather_us",
     "arithmetic_us",
     "arrival_us",
+    "behind_gather",
     "choice_margin",
     "clusters",
     "clusters_at_once",
@@ -93,6 +96,7 @@ __all__ = [
     "gathered_bytes",
     "gathered_margin",
     "gathered_us",
+    "has_margin",
     "is_b_in_l2",
     "is_gather_by_copies",
     "is_reduce_scatter_fused",

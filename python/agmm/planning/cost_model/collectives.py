@@ -11,16 +11,18 @@ its times here are those of its gathers and scatters beside a matmul (`Constants
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal
 
 from agmm import _core
 from agmm.planning import formats
+from agmm.planning.cost_model.gather import fused_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
-from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
@@ -107,11 +109,18 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
     return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
 
 
-def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul, for
-    which the library's time stands."""
+def gathered_us(problem: Problem, kernel: KernelConfig | None = None) -> float:
+    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul: by
+    ``kernel``, or by the library, whose time stands for a kernel that is not named."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
-    return gather_us + matmul_us(problem) + behind_us(problem)
+    if kernel is None:
+        return gather_us + matmul_us(problem) + behind_us(problem)
+    return gather_us + constants_for(problem).call_us + fused_us(behind_gather(problem), kernel)
+
+
+def behind_gather(problem: Problem) -> Problem:
+    """The product of all rows that follows a gather, as that of one rank."""
+    return replace(problem, world_size=1, return_A=False)
 
 
 def gathered_bytes(problem: Problem) -> int:
@@ -154,7 +163,7 @@ def gathered_margin(problem: Problem) -> float:
 
 def margin_name(problem: Problem, family: str) -> str:
     """The name that ``choice_margins`` has for plans with transports of a family."""
-    if family == "gather":
+    if family.startswith("gather"):
         is_large = gathered_bytes(problem) > STEADY_GATHER_BYTES
     else:
         scatters = family == "unfused" and problem.op == MATMUL_REDUCE_SCATTER
@@ -167,6 +176,12 @@ def choice_margin(problem: Problem, family: str) -> float | None:
     fitted for the op."""
     fitted = constants_for(problem).choice_margins.get(problem.op)
     return None if fitted is None else fitted.get(margin_name(problem, family), 1.0)
+
+
+def has_margin(problem: Problem, family: str) -> bool:
+    """Whether ``choice_margins`` has a factor for just these plans."""
+    fitted = constants_for(problem).choice_margins.get(problem.op, {})
+    return margin_name(problem, family) in fitted
 
 
 def why_not_gathered(problem: Problem) -> str | None:
