@@ -61,6 +61,7 @@ from agmm.planning.cost_model.matmul import (
     matmul_memory_us,
     matmul_us,
     pushed_us,
+    roof_us,
     roofline_us,
     sms_of,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "matmul_us",
     "push_rate_gb_per_s",
     "pushed_us",
+    "roof_us",
     "roofline_us",
     "scatter_all_reduce_us",
     "scatter_blocks",

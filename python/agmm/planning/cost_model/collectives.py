@@ -21,7 +21,7 @@ from agmm.planning import formats
 from agmm.planning.cost_model.gather import fused_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
-from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
+from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us, roof_us
 from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -111,10 +111,12 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
 
 def gathered_us(problem: Problem, kernel: KernelConfig | None = None) -> float:
     """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul: by
-    ``kernel``, or by the library, whose time stands for a kernel that is not named."""
+    ``kernel``, or by the library; of fp8 by a kernel that is not named, whose time is taken to be
+    the roof."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
     if kernel is None:
-        return gather_us + matmul_us(problem) + behind_us(problem)
+        is_fp8 = formats.of(problem.format).kind == formats.FP8
+        return gather_us + (roof_us if is_fp8 else matmul_us)(problem) + behind_us(problem)
     return gather_us + constants_for(problem).call_us + fused_us(behind_gather(problem), kernel)
 
 
