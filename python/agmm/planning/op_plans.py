@@ -196,11 +196,22 @@ class GatherPlans:
             timed = [(UNFUSED, cost_model.unfused_us(problem))]
             if GATHER.why_illegal(problem, None) is None:
                 timed.append((GATHERED, cost_model.gathered_us(problem)))
-                own = self._to_kernel(problem)
+                own = self._to_kernel(problem) if self._may_win(here, timed) else None
                 if own is not None:
                     timed.append((own, cost_model.gathered_us(problem, own.kernel)))
             here.unfused = min(timed, key=lambda pair: rated_us(problem, *pair))
         return here.unfused
+
+    def _may_win(self, here: Here, timed: Sequence[tuple[Plan, float]]) -> bool:
+        """Whether a gather before a kernel that loses nothing to its tiles is rated as faster than
+        these plans and the fastest fused one; to look for the kernel takes as long as all else."""
+        problem, fastest = here.problem, self._fastest(here)
+        if not cost_model.has_margin(problem, GATHERED_TO_KERNEL):
+            return False
+        margin = cost_model.choice_margin(problem, GATHERED_TO_KERNEL) or 1.0
+        others = [*timed] if fastest is None else [*timed, fastest]
+        least_us = margin * cost_model.least_gathered_us(problem)
+        return least_us < min(rated_us(problem, *one) for one in others)
 
     def _to_kernel(self, problem: Problem) -> Plan | None:
         """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is

@@ -24,6 +24,7 @@ from agmm.planning.cost_model.collectives import (
     gathered_margin,
     gathered_us,
     has_margin,
+    least_gathered_us,
     why_not_gathered,
 )
 from agmm.planning.cost_model.gather import (
@@ -103,6 +104,7 @@ __all__ = [
     "is_reduce_scatter_fused",
     "known_gpus",
     "lagged_all_reduce_us",
+    "least_gathered_us",
     "matmul_all_reduce_us",
     "matmul_memory_us",
     "matmul_reduce_scatter_us",

@@ -21,7 +21,15 @@ from agmm.planning import formats
 from agmm.planning.cost_model.gather import fused_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
-from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us, roof_us
+from agmm.planning.cost_model.matmul import (
+    arithmetic_us,
+    behind_us,
+    is_b_in_l2,
+    matmul_memory_us,
+    matmul_us,
+    roof_us,
+    roofline_us,
+)
 from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -118,6 +126,15 @@ def gathered_us(problem: Problem, kernel: KernelConfig | None = None) -> float:
         is_fp8 = formats.of(problem.format).kind == formats.FP8
         return gather_us + (roof_us if is_fp8 else matmul_us)(problem) + behind_us(problem)
     return gather_us + constants_for(problem).call_us + fused_us(behind_gather(problem), kernel)
+
+
+def least_gathered_us(problem: Problem) -> float:
+    """The least time in µs of `gathered_us` by a kernel, which reaches the rates of the library and
+    loses nothing to its tiles."""
+    c = constants_for(problem)
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    us = roofline_us(arithmetic_us(problem), matmul_memory_us(problem))
+    return gather_us + c.call_us + c.launch_us + us
 
 
 def behind_gather(problem: Problem) -> Problem:
