@@ -31,6 +31,11 @@ MEGATRON := megatron-core==0.16.0
 CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 $(MEGATRON) $(TITAN) tyro==1.0.17
 # Tests read single files of this one, which need nothing of what the package requires.
 CLIENTS_ALONE ?= sglang==0.5.23
+# The versions of vLLM that the plugin serves, each in a folder of its own, built of the source without any kernel.
+VLLM ?= 0.31.0 0.32.0 0.33.0
+VLLM_NEEDS := cbor2==6.3.0 pyzmq==27.3.0
+VLLM_BUILDS_WITH := "setuptools>=77.0.3,<81" setuptools-scm==10.3.4 setuptools-rust==1.13.0 wheel
+WITHOUT_KERNELS := VLLM_TARGET_DEVICE=empty CARGO=false
 CLIENTS_VENV ?= build/clients
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)
@@ -108,6 +113,10 @@ test-clients: $(VENV)/.installed ## test libraries that agmm serves, in an envir
 	test -x $(CLIENTS_VENV)/bin/python || PYTHON="$(PY)" tools/make_venv.sh $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q $(CLIENTS)
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps $(CLIENTS_ALONE)
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q $(VLLM_NEEDS) $(VLLM_BUILDS_WITH)
+	for version in $(VLLM); do folder=$(CLIENTS_VENV)/vllm/$$version; test -d $$folder/vllm || \
+	  $(WITHOUT_KERNELS) VLLM_VERSION_OVERRIDE=$$version $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check \
+	    install -q --no-deps --no-build-isolation --no-binary vllm --target $$folder vllm==$$version || exit 1; done
 	$(CLIENTS_VENV)/bin/python -m pytest --ignore tests/gpu -m clients $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand

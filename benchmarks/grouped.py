@@ -7,9 +7,11 @@ DeepSeek-V3, whole, with both projections. Each takes at most a minute in all.
     python benchmarks/grouped.py --json grouped.json
     python benchmarks/grouped.py --gate
     python benchmarks/grouped.py --kernels --rows 2048 --models mixtral-8x7b --zipf
+    python benchmarks/grouped.py --scaling block
 
 With --gate the first projection is gate and up with silu, beside two products and ops of torch.
-With --kernels each kernel of the build is timed too.
+With --kernels each kernel of the build is timed too. With --scaling operands are in fp8, and
+torch's product is `torch._scaled_grouped_mm`, which has scales of rows alone.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from agmm.bench.moe_presets import MOE_MODELS
 from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import grouped_kernel
+from agmm.ops.grouped_scaled_products import ScaledWeight, described
 from agmm.planning.kernel_table import GROUPED
 from agmm.runtime import kernels
 from agmm.runtime.epilogues import Epilogue
+from agmm.runtime.scaled import Scaled
+from agmm.runtime.scaling import BY_NAME, scale_shape
 
 TORCH, OURS = "torch", "agmm"
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
@@ -40,7 +45,10 @@ ROWS = (128, 512, 2048, 8192, 16384)
 RANKS = 4
 MOST_ERROR = 2**-7
 """The largest norm of a difference from torch's result, relative to its: a few roundings."""
+MOST_ERROR_OF_FP8 = 2**-6
+"""The largest norm of a difference of a product in fp8 from the dequantised one, relative to it."""
 ACTIVATION = Epilogue("silu_mul")
+E4M3 = torch.float8_e4m3fn
 
 
 class Projection(NamedTuple):
@@ -115,6 +123,64 @@ def measure(
     }
 
 
+def weight_of(given: Projection, scaling: str) -> ScaledWeight:
+    """A weight of the projection with scales near 1."""
+    held = torch.randn(given.experts, given.n, given.k, device="cuda", dtype=torch.bfloat16)
+    values = held.to(E4M3).mT
+    kind = BY_NAME[scaling]
+    scale = torch.rand(scale_shape(values.shape, kind.b), device="cuda") + 0.5
+    return ScaledWeight(values, scale, None, kind, torch.bfloat16, True)
+
+
+def measure_fp8(weight: ScaledWeight, given: Projection, counts: list[int], samples: int) -> Any:
+    """The times of each way of a projection of so many rows for each expert."""
+    kind = weight.scaling
+    values = torch.randn(sum(counts), given.k, device="cuda").to(E4M3)
+    rows = Scaled(
+        values, torch.rand(scale_shape(values.shape, kind.a), device="cuda") + 0.5, kind.a
+    )
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    of_rows = torch.ones(len(values), device="cuda")
+    of_columns = torch.ones(given.experts, given.n, device="cuda")
+
+    def by_torch() -> torch.Tensor:
+        ends, out = offsets[1:], torch.bfloat16
+        return torch._scaled_grouped_mm(
+            *(values, weight.values, of_rows, of_columns),
+            offs=ends,
+            out_dtype=out,
+            use_fast_accum=True,
+        )
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {TORCH: by_torch}
+    call = described(rows, [weight], None)
+    wrong = []
+    if call is not None:
+        scales = grouped_kernel.scales_of_rows(rows.scale)
+        ways[OURS] = lambda: grouped_kernel.launch(call, values, offsets, scales=scales)
+        begin, out = 0, ways[OURS]().double()
+        for expert, count in enumerate(counts[:2]):
+            part = slice(begin, begin + count)
+            begin += count
+            exact = rows.rows(part).dequantised().double()
+            exact = exact @ weight.of_expert(expert).B.dequantised().double()
+            if not (out[part] - exact).norm() <= MOST_ERROR_OF_FP8 * exact.norm():
+                wrong = [OURS]
+        del out
+    timed = time_ways(ways, samples=samples, device=values.device)
+    us = {name: round(statistics.median(found), 2) for name, found in timed.items()}
+    flops = 2 * sum(counts) * given.n * given.k
+    return {
+        **given._asdict(),
+        "rows": sum(counts),
+        "counts": counts,
+        "kernel": None if call is None else call.arguments[0].name,
+        "us": us,
+        "tflops": {name: round(flops / one / 1e6, 1) for name, one in us.items()},
+        "wrong": wrong,
+    }
+
+
 def best(entry: dict[str, Any]) -> tuple[str, float]:
     """The kernel that took the least time, and its time."""
     found = {name: us for name, us in entry["us"].items() if name != TORCH}
@@ -132,7 +198,7 @@ def show(report: dict[str, Any]) -> None:
                 f"{entry['name']}, {entry['rows']} rows: {name} {us:.1f} us, "
                 f"torch {entry['us'][TORCH]:.1f}"
             )
-    table = plain_table("agmm ÷ torch._grouped_mm, in brackets agmm's TFLOPS")
+    table = plain_table("agmm ÷ torch, in brackets agmm's TFLOPS")
     for heading in ("experts x N x K", "projection", *map(str, report["rows"])):
         table.add_column(heading)
     for name in dict.fromkeys(entry["name"] for entry in entries):
@@ -161,6 +227,7 @@ def main(
     zipf: Annotated[bool, typer.Option("--zipf", help="Experts by Zipf's law.")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="Gate and up with silu.")] = False,
     every: Annotated[bool, typer.Option("--kernels", help="Time every kernel, too.")] = False,
+    scaling: Annotated[str, typer.Option(help="rowwise or block, for fp8.")] = "",
     samples: Annotated[int, typer.Option(min=1)] = 9,
     limit_s: Annotated[float, typer.Option(help="Begin no weight later than so.")] = 50.0,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
@@ -168,12 +235,19 @@ def main(
     """Time grouped matmuls beside torch's on one GPU."""
     if b_layout not in ("column", "row"):
         raise typer.BadParameter(f"found {b_layout!r}, wanted column or row")
+    if scaling not in ("", "rowwise", "block"):
+        raise typer.BadParameter(f"found {scaling!r}, wanted rowwise or block")
+    if scaling and (gate or every or b_layout != "column"):
+        raise typer.BadParameter(
+            "found --scaling with --gate, --kernels or --b-layout, wanted it alone"
+        )
     if not torch.cuda.is_available():
         raise SystemExit("found no GPU, wanted one")
     begin = time.monotonic()
     report: dict[str, Any] = {
         "machine": machine_facts(),
         "b_layout": b_layout,
+        "scaling": scaling or None,
         "routing": "zipf" if zipf else "even",
         "rows": list(rows or ROWS),
         "kernels": every,
@@ -184,6 +258,12 @@ def main(
         if time.monotonic() - begin > limit_s:
             console(stderr=True).print(f"stopped before {given.name}, at {limit_s:g} s")
             break
+        if scaling:
+            weight = weight_of(given, scaling)
+            for of_rows in report["rows"]:
+                counts = counts_of(of_rows, given.experts, zipf=zipf)
+                report["cases"].append(measure_fp8(weight, given, counts, samples))
+            continue
         weights = []
         for _ in range(given.weights):
             shape = (given.n, given.k) if b_layout == "column" else (given.k, given.n)

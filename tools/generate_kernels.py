@@ -113,7 +113,7 @@ def kind_of(row: KernelRow) -> str:
     """Rows of one kind share units: of a schedule, as they have most in common, with an activation
     of any kind or without one; of grouped matmuls; or of fp8 of an op, streaming or not."""
     if row.op == kernel_table.GROUPED:
-        return table_of(row)
+        return table_of(row) + "_fp8" * row.is_fp8
     if row.is_fp8:
         return table_of(row) + "_streaming" * (row.schedule == kernel_table.STREAMING)
     return row.schedule + "_swapped" * row.swapped + "_activations" * (row.epilogue != "plain")

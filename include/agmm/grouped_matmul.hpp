@@ -10,14 +10,36 @@
 
 namespace agmm {
 
+/// The scales of fp8 matrices in float32, elements between neighbours along experts, K and columns.
+/// A scale is of so many columns: of 1 for all of K, where stride_k is 0, or of kScaleBlock for as
+/// many of K.
+struct ExpertScales {
+  float const* at = nullptr;
+  int64_t stride_expert = 0;
+  int64_t stride_k = 0;
+  int64_t stride_n = 0;
+  int32_t columns = 1;
+};
+AGMM_FIELDS(ExpertScales, at, stride_expert, stride_k, stride_n, columns);
+
+/// The scales of fp8 rows in float32: stride_k is 0 where a row has one scale, else each
+/// kScaleBlock of K have one.
+struct RowsScales {
+  float const* at = nullptr;
+  int64_t stride_row = 0;
+  int64_t stride_k = 0;
+};
+AGMM_FIELDS(RowsScales, at, stride_row, stride_k);
+
 /// A weight: one matrix [k, columns] for each expert, and perhaps a bias.
 struct ExpertWeight {
   void const* b = nullptr;     // of the first expert
   int64_t ldb = 0;             // elements between rows (RowMajor) or columns (ColumnMajor)
   int64_t expert_stride = 0;   // elements from an expert's matrix to the next one's
   void const* bias = nullptr;  // [experts, columns], the dtype of out; or null
+  ExpertScales scales{};       // of fp8
 };
-AGMM_FIELDS(ExpertWeight, b, ldb, expert_stride, bias);
+AGMM_FIELDS(ExpertWeight, b, ldb, expert_stride, bias, scales);
 
 /// How the kernel sees that rows of A, which are still on their way, have come. The rows of an
 /// expert lie by the rank that they come from.
@@ -48,6 +70,7 @@ struct GroupedMatmul {
   int32_t experts = 0;
   void const* a = nullptr;  // [rows, k]
   int64_t lda = 0;
+  RowsScales scales{};  // of fp8, which come with their rows
   // [experts + 1]: the rows of expert e are those from offsets[e] to offsets[e + 1]. The first is
   // 0. The kernel reads them when it runs; wrong ones give wrong results, but touch no other
   // memory.
@@ -63,7 +86,7 @@ struct GroupedMatmul {
   int32_t sm_count = 0;  // CTAs at most; 0, or more than that: the device's SMs
 };
 AGMM_FIELDS(GroupedMatmul, shape, dtype, b_layout, epilogue, activation, rows, out_columns, k,
-            experts, a, lda, offsets, arrival, starts_early, clears_rest, weight, up, out,
+            experts, a, lda, scales, offsets, arrival, starts_early, clears_rest, weight, up, out,
             sm_count);
 
 /// Enqueues it on a stream of the current device. The first call with a kernel loads that, which

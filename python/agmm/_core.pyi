@@ -1038,7 +1038,7 @@ class CudaRowDispatch:
                 bool,
                 str,
                 tuple[int, int, int, int],
-                collections.abc.Sequence[tuple[int, int, int, int]],
+                collections.abc.Sequence[tuple[int, int, int, int, tuple[int, int, int, int, int]]],
                 int,
             ]
         ],
@@ -1098,17 +1098,20 @@ class CudaRowCombine:
                     bool,
                     str,
                     tuple[int, int, int, int],
-                    collections.abc.Sequence[tuple[int, int, int, int]],
+                    collections.abc.Sequence[
+                        tuple[int, int, int, int, tuple[int, int, int, int, int]]
+                    ],
                     int,
                 ],
                 int,
                 int,
+                tuple[int, int, int],
             ]
         ],
         stream: int,
     ) -> bool:
         """
-        Enqueues the matmuls that compute rows, and behind them the sums of the rows of each token. sizes: columns, choices of a token, experts, rows that there is room for. counts: the tokens of each rank. addresses: those of offsets and positions of the routing, of the weights in float32 or 0, and of out. rows: the addresses of rows that are there already, of each part. matmuls: as for a dispatch, but for out, each with the address and the leading dimension of its rows. Returns whether the stream is being captured.
+        Enqueues the matmuls that compute rows, and behind them the sums of the rows of each token. sizes: columns, choices of a token, experts, rows that there is room for. counts: the tokens of each rank. addresses: those of offsets and positions of the routing, of the weights in float32 or 0, and of out. rows: the addresses of rows that are there already, of each part. matmuls: as for a dispatch, but for out, each with the address, the leading dimension and the scales of its rows. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
@@ -1241,14 +1244,15 @@ def grouped_matmul(
     a: int,
     lda: int,
     offsets: int,
-    weights: collections.abc.Sequence[tuple[int, int, int, int]],
+    weights: collections.abc.Sequence[tuple[int, int, int, int, tuple[int, int, int, int, int]]],
     out: int,
     sm_count: int,
     stream: int,
     arrival: tuple[int, int, int, int, int] | None = None,
+    scales: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
     """
-    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, and the address of the biases or 0. arrival: where rows of A are still on their way, the addresses of the counts of those that have come and of the sources' first rows, the sources, the one that comes first, and this rank.
+    Enqueues the products of rows that are grouped by expert, each expert's with its own matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading dimension, elements from an expert to the next, the address of the biases or 0, and of fp8 the scales: address, elements between experts, along K and along columns, and the columns of one. scales: of fp8 rows their address, elements between rows and along K. arrival: where rows of A are still on their way, the addresses of the counts of those that have come and of the sources' first rows, the sources, the one that comes first, and this rank.
     """
 
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:

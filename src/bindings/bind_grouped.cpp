@@ -31,13 +31,30 @@ using agmm::RowDispatcher;
 /// A RowArrival in Python: addresses of `arrived` and `begins`, sources, the first source, rank.
 using ArrivalTuple = std::tuple<uintptr_t, uintptr_t, int, int, int>;
 
+/// The scales of fp8 matrices in Python: address, strides of experts, of K and of columns, and the
+/// columns of a scale; those of other matrices have address 0.
+using ExpertScalesTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int>;
+
+/// The scales of fp8 rows in Python: address, strides of rows and of K; of other rows address 0.
+using RowsScalesTuple = std::tuple<uintptr_t, int64_t, int64_t>;
+
 /// An expert's weight in Python: address, leading dimension, stride of experts, address of the
-/// bias.
-using WeightTuple = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t>;
+/// bias, scales.
+using WeightTuple = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, ExpertScalesTuple>;
 
 ExpertWeight weight_of(WeightTuple const& given) {
-  auto const [b, ldb, expert_stride, bias] = given;
-  return {agmm::pointer<void const>(b), ldb, expert_stride, agmm::pointer<void const>(bias)};
+  auto const [b, ldb, expert_stride, bias, scales] = given;
+  auto const [at, by_expert, by_k, by_n, columns] = scales;
+  return {agmm::pointer<void const>(b),
+          ldb,
+          expert_stride,
+          agmm::pointer<void const>(bias),
+          {agmm::pointer<float const>(at), by_expert, by_k, by_n, columns}};
+}
+
+agmm::RowsScales scales_of(RowsScalesTuple const& given) {
+  auto const [at, by_row, by_k] = given;
+  return {agmm::pointer<float const>(at), by_row, by_k};
 }
 
 using Sizes = std::tuple<int, int, int, int>;
@@ -70,10 +87,12 @@ GroupedMatmul matmul_of(MatmulTuple const& given) {
 void grouped_matmul(agmm::KernelConfig const& config, agmm::DType dtype, bool column_major,
                     std::string const& activation, Sizes const& sizes, uintptr_t a, int64_t lda,
                     uintptr_t offsets, std::vector<WeightTuple> const& weights, uintptr_t out,
-                    int sm_count, uintptr_t stream, std::optional<ArrivalTuple> const& arrival) {
+                    int sm_count, uintptr_t stream, std::optional<ArrivalTuple> const& arrival,
+                    RowsScalesTuple const& scales) {
   GroupedMatmul args = matmul_of({config, dtype, column_major, activation, sizes, weights, out});
   args.a = agmm::pointer<void const>(a);
   args.lda = lda;
+  args.scales = scales_of(scales);
   args.offsets = agmm::pointer<int32_t const>(offsets);
   args.sm_count = sm_count;
   if (arrival) {
@@ -152,8 +171,8 @@ void bind_dispatch(py::module_& m) {
            "whether the stream is being captured.");
 }
 
-/// A matmul whose rows are combined: it, and the address and leading dimension of its A.
-using CombinedTuple = std::tuple<MatmulTuple, uintptr_t, int64_t>;
+/// A matmul whose rows are combined: it, and the address, leading dimension and scales of its A.
+using CombinedTuple = std::tuple<MatmulTuple, uintptr_t, int64_t, RowsScalesTuple>;
 
 bool combine(RowCombiner& combiner, agmm::CollectiveElement element, Sizes const& sizes,
              std::vector<int32_t> const& counts, std::array<uintptr_t, 4> const& addresses,
@@ -172,10 +191,11 @@ bool combine(RowCombiner& combiner, agmm::CollectiveElement element, Sizes const
   call.out = agmm::pointer<void>(out);
   call.limit_ns = agmm::limit_ns();
   std::vector<GroupedMatmul> ahead;
-  for (auto const& [given, a, lda] : matmuls) {
+  for (auto const& [given, a, lda, scales] : matmuls) {
     GroupedMatmul& args = ahead.emplace_back(matmul_of(given));
     args.a = agmm::pointer<void const>(a);
     args.lda = lda;
+    args.scales = scales_of(scales);
     args.offsets = call.offsets;
   }
   return combiner(call, ahead, agmm::pointer<void>(stream));
@@ -220,7 +240,8 @@ void bind_combine(py::module_& m) {
            "counts: the tokens of each rank. addresses: those of offsets and positions of the "
            "routing, of the weights in float32 or 0, and of out. rows: the addresses of rows that "
            "are there already, of each part. matmuls: as for a dispatch, but for out, each with "
-           "the address and the leading dimension of its rows. Returns whether the stream is being "
+           "the address, the leading dimension and the scales of its rows. Returns whether the "
+           "stream is being "
            "captured.");
 }
 
@@ -265,11 +286,14 @@ void bind_grouped(py::module_& m) {
       "grouped_matmul", &grouped_matmul, py::arg("config"), py::arg("dtype"),
       py::arg("column_major"), py::arg("activation"), py::arg("sizes"), py::arg("a"),
       py::arg("lda"), py::arg("offsets"), py::arg("weights"), py::arg("out"), py::arg("sm_count"),
-      py::arg("stream"), py::arg("arrival") = py::none(), py::call_guard<py::gil_scoped_release>(),
+      py::arg("stream"), py::arg("arrival") = py::none(), py::arg("scales") = RowsScalesTuple{},
+      py::call_guard<py::gil_scoped_release>(),
       "Enqueues the products of rows that are grouped by expert, each expert's with its own "
       "matrix, and zeros behind the last expert's rows. activation: empty for one weight, or the "
       "gate's name. sizes: rows, N, K, experts. weights: for each weight its address, leading "
-      "dimension, elements from an expert to the next, and the address of the biases or 0. "
+      "dimension, elements from an expert to the next, the address of the biases or 0, and of "
+      "fp8 the scales: address, elements between experts, along K and along columns, and the "
+      "columns of one. scales: of fp8 rows their address, elements between rows and along K. "
       "arrival: where rows of A are still on their way, the addresses of the counts of those that "
       "have come and of the sources' first rows, the sources, the one that comes first, and this "
       "rank.");

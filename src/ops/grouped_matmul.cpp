@@ -20,10 +20,18 @@ namespace {
 /// The most signals of a launch: the report of a wait has so many bits for one.
 constexpr int64_t kMostRowSignals = int64_t(1) << LateWait::kChunkBits;
 
-void check_weight(char const* name, ExpertWeight const& weight, int32_t row) {
+void check_weight(char const* name, ExpertWeight const& weight, int32_t row, DType dtype) {
+  int32_t const alignment = alignment_of(dtype);
   require_aligned(name, weight.b);
-  require_multiple(name, "leading dimension", weight.ldb);
-  require_multiple(name, "stride of experts", weight.expert_stride);
+  require_multiple(name, "leading dimension", weight.ldb, alignment);
+  require_multiple(name, "stride of experts", weight.expert_stride, alignment);
+  if (is_fp8(dtype)) {
+    if (weight.scales.at == nullptr) refuse("scale_b", "null", "device memory");
+    if (weight.scales.columns != 1 && weight.scales.columns != kScaleBlock) {
+      refuse("scale_b", "scales of " + std::to_string(weight.scales.columns) + " columns",
+             "of 1 or " + std::to_string(kScaleBlock));
+    }
+  }
   if (weight.expert_stride < 1) refuse(name, "a stride that is not positive", "a positive one");
   if (weight.ldb < row) {
     refuse(name, "a leading dimension of " + std::to_string(weight.ldb),
@@ -44,8 +52,9 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
   check_size("weights", "N", args.out_columns);
   check_size("rows", "K", args.k);
   require_multiple("weights", "N", args.out_columns);
-  require_multiple("rows", "K", args.k);
-  require_multiple("rows", "leading dimension", args.lda);
+  require_multiple("rows", "K", args.k, alignment_of(args.dtype));
+  require_multiple("rows", "leading dimension", args.lda, alignment_of(args.dtype));
+  if (is_fp8(args.dtype) && args.scales.at == nullptr) refuse("scale_a", "null", "device memory");
   if (args.lda < args.k) {
     refuse("rows", "a leading dimension of " + std::to_string(args.lda),
            "at least K=" + std::to_string(args.k));
@@ -58,8 +67,8 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
   require_aligned("out", args.out);
   if (args.offsets == nullptr) refuse("offsets", "null", "device memory");
   int32_t const row = args.b_layout == BLayout::ColumnMajor ? args.k : args.out_columns;
-  check_weight("weights", args.weight, row);
-  if (args.epilogue == Epilogue::Gate) check_weight("weights", args.up, row);
+  check_weight("weights", args.weight, row, args.dtype);
+  if (args.epilogue == Epilogue::Gate) check_weight("weights", args.up, row, args.dtype);
   RowArrival const& arrival = args.arrival;
   if (arrival.arrived != nullptr) {
     if (arrival.begins == nullptr) refuse("begins", "null", "device memory");
@@ -75,9 +84,10 @@ GroupedEntry const& check(GroupedMatmul const& args, DeviceFacts const& device) 
              "at most " + std::to_string(kMostRowSignals));
     }
   }
-  GroupedEntry const* const kernel = kernel_registry().find_grouped(
-      {device.architecture, Op::GroupedMatmul, args.dtype, Accumulation::Fast, args.b_layout,
-       args.epilogue, args.shape});
+  GroupedEntry const* const kernel =
+      kernel_registry().find_grouped({device.architecture, Op::GroupedMatmul, args.dtype,
+                                      is_fp8(args.dtype) ? Accumulation::Block : Accumulation::Fast,
+                                      args.b_layout, args.epilogue, args.shape});
   if (kernel == nullptr) {
     refuse("config",
            args.shape.str() + " for " + to_string(args.dtype) + " B " + to_string(args.b_layout) +

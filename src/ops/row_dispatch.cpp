@@ -48,8 +48,24 @@ int32_t usual_ctas(RowDispatch const& call, int32_t world_size, GroupedMatmul co
   if (matmul == nullptr || rows <= int64_t(kFewRows) * call.experts) return kDispatchCtas;
   int const weights = matmul->epilogue == Epilogue::Gate ? 2 : 1;
   double const flops_of_row = 2.0 * weights * matmul->out_columns * matmul->k;
-  double const bytes_per_us = double(call.row_bytes) * kFlopsPerUs / flops_of_row / kShareOfMatmul;
+  // fp8, which nobody has measured here, is taken to multiply twice as fast.
+  double const flops_per_us = (is_fp8(matmul->dtype) ? 2 : 1) * kFlopsPerUs;
+  double const bytes_per_us = double(call.row_bytes) * flops_per_us / flops_of_row / kShareOfMatmul;
   return int32_t(std::clamp(std::ceil(bytes_per_us / kBytesPerUs), kFewestCtas, kMostCtas));
+}
+
+/// The scales of a row of fp8.
+int64_t scales_of_row(GroupedMatmul const& args) {
+  bool const is_block = args.weight.scales.columns == kScaleBlock;
+  return is_block ? (args.k + kScaleBlock - 1) / kScaleBlock : 1;
+}
+
+/// Whether rows of so many bytes are those of a matmul. fp8 has the scales behind a row's numbers,
+/// and perhaps bytes that fill it up.
+bool has_rows_of(GroupedMatmul const& args, int64_t row_bytes) {
+  int64_t const bytes = int64_t(args.k) * element_bytes(args.dtype);
+  if (!is_fp8(args.dtype)) return bytes == row_bytes;
+  return bytes + scales_of_row(args) * int64_t(sizeof(float)) <= row_bytes;
 }
 
 /// What the ranks have to agree on. How many rows of a token there are does not matter to the rank
@@ -147,7 +163,12 @@ DispatchArgs RowDispatcher::Impl::args_of(RowDispatch const& call, uint32_t tag)
 GroupedMatmul RowDispatcher::Impl::with_rows(GroupedMatmul args, RowDispatch const& call,
                                              bool is_first) const {
   args.a = call.rows;
-  args.lda = args.k;
+  args.lda = call.row_bytes / element_bytes(args.dtype);
+  if (is_fp8(args.dtype)) {
+    auto const* const scales = static_cast<char const*>(call.rows) + args.k;
+    args.scales = {reinterpret_cast<float const*>(scales), call.row_bytes / int64_t(sizeof(float)),
+                   scales_of_row(args) > 1 ? 1 : 0};
+  }
   args.offsets = call.offsets;
   args.sm_count = sm_count;
   if (is_first) {
@@ -183,8 +204,8 @@ bool RowDispatcher::operator()(RowDispatch const& call, std::vector<GroupedMatmu
     uint32_t const tag = tag_of(call);
     std::vector<PreparedGrouped> prepared;
     for (GroupedMatmul const& each : matmuls) {
-      if (int64_t(each.k) * int64_t(sizeof(uint16_t)) != call.row_bytes ||
-          each.experts != call.experts || each.rows != call.capacity) {
+      if (!has_rows_of(each, call.row_bytes) || each.experts != call.experts ||
+          each.rows != call.capacity) {
         refuse("weights", "a matmul of other rows", "one of the rows that are dispatched");
       }
       prepared.push_back(prepare_grouped(impl_->with_rows(each, call, prepared.empty())));

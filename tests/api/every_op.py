@@ -408,6 +408,9 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
     options = {"capacity": rows, "activation": "silu_mul"}
     yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
+    given = {"weights": weights(), "bias": biases(), "topk_ids": ids.int()}
+    options = {"capacity": rows, "activation": "silu_mul", "quantize": "rowwise"}
+    yield Call(public, {"x": make.numbers(held, K)} | given, options, 2 * flops, True)
     # Each rank has a slice of all experts here, and so the same routing.
     routing = _routing(total, EXPERTS, device)
     tensors = {name: getattr(routing, name) for name in ("tokens", "offsets", "positions")}
@@ -424,6 +427,9 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     }
     public = "agmm.grouped_matmul_reduce_scatter"
     yield Call(public, given, {"routing": routing}, flops, True)
+    again: dict[str, Any] = dict(given)
+    again = {name: tensor.clone() for name, tensor in again.items()}
+    yield Call(public, again, {"routing": routing, "quantize": "block"}, flops, True)
     given = {
         "ys": [make.numbers(rows, K), make.numbers(rows, K)],
         "weights": weights(),
@@ -432,11 +438,55 @@ def _of_experts(make: _Maker) -> Iterator[Call]:
     }
     given |= {name: tensor.clone() for name, tensor in tensors.items()}
     yield Call("agmm::_grouped_matmul_reduce_scatter", given, {}, 2 * flops, True)
+    yield from _of_scaled_experts(make, ids, routing)
     given = {"rows": make.numbers(rows, K), "douts": make.numbers(rows, N)}
     given["offsets"] = routing.offsets.clone()
     yield Call("agmm::_grouped_grad_of_weight", given, {}, flops, False)
     given = {"douts": make.numbers(rows, N), "offsets": routing.offsets.clone()}
     yield Call("agmm::_grouped_grad_of_bias", given, {}, 0, False)
+
+
+def _of_scaled_experts(
+    make: _Maker, ids: torch.Tensor, routing: agmm.moe.Routing
+) -> Iterator[Call]:
+    """Ops of mixtures of experts in fp8."""
+    held, rows = len(ids), len(routing.tokens)
+    flops = 2 * rows * K * N
+    tensors = {name: getattr(routing, name) for name in ("tokens", "offsets", "positions")}
+    how: _Settings = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+
+    def weight() -> torch.Tensor:
+        return make.fp8(EXPERTS, N, K).mT
+
+    def bias() -> torch.Tensor:
+        return make.numbers(EXPERTS, N).bfloat16()
+
+    for scale_a, scale_b in (((1,), (1, N)), ((1,), (1, 1))):  # of rows, of blocks
+
+        def of_rows(count: int, name: str, scale: tuple[int, ...] = scale_a) -> dict[str, Any]:
+            return {name: make.fp8(count, K), "scale_a": make.scales(count, *scale)}
+
+        def scales(shape: tuple[int, ...] = scale_b) -> torch.Tensor:
+            return make.scales(EXPERTS, *shape)
+
+        given = of_rows(held, "x") | {"topk_ids": ids.int(), "bias": [bias(), None]}
+        given |= {"weights": [weight(), weight()], "scale_b": [scales(), scales()]}
+        options: _Settings = {"capacity": rows, "activation": "silu_mul"}
+        yield Call("agmm.all_gather_grouped_matmul", given, options, 2 * flops, False)
+        given = of_rows(held, "x") | {"biases": [bias(), None]}
+        given |= {"weights": [weight(), weight()], "scale_bs": [scales(), scales()]}
+        given |= {name: tensor.clone() for name, tensor in tensors.items()}
+        op = "agmm::_all_gather_scaled_grouped_matmul"
+        yield Call(op, given, how | {"activation": "silu_mul"}, 2 * flops, False)
+        given = of_rows(rows, "y") | {"scale_b": scales(), "bias": bias()}
+        given["topk_weights"] = make.scales(held, EXPERTS)
+        public = given | {"weights": weight()}
+        op = "agmm.grouped_matmul_reduce_scatter"
+        yield Call(op, public, {"routing": routing}, flops, False)
+        given = {name: tensor.detach().clone() for name, tensor in given.items()}
+        given |= {name: tensor.clone() for name, tensor in tensors.items()}
+        op = "agmm::_scaled_grouped_matmul_reduce_scatter"
+        yield Call(op, given | {"weight": weight()}, how, flops, False)
 
 
 def _routing(tokens: int, experts: int, device: str = "cpu") -> agmm.moe.Routing:

@@ -84,7 +84,7 @@ _NAMES = {
     "out": {"out", "x"},
     "residual_out": {"x"},
     "residual": {"residual", "x"},
-    "weight": {"weight", "x"},
+    "weight": {"weight", "weights", "x"},
     "a": {"a, b"},
     "b": {"a, b"},
     **{name: {name, name.removesuffix("s")} for name in ("As", "Bs", "scale_as", "scale_bs")},

@@ -141,17 +141,29 @@ def exact(case: Case, ranks: list[Operands]) -> tuple[list[list[torch.Tensor]], 
     """The results of the first half on each rank, and of both halves for all tokens, by the unfused
     model."""
     x = torch.cat([one.x for one in ranks])
-    topk = torch.cat([one.topk for one in ranks]).double()
-    whole, first = torch.zeros(len(x), case.hidden, dtype=torch.float64), []
+    first = []
     for rank, given in enumerate(ranks):
-        routing = torch.tensor(routing_of(case, rank), dtype=torch.int64).view(-1, 3)
-        experts, tokens, choices = routing.unbind(1)
+        experts, tokens, _ = rows_of(case, rank)
         weights = zip(given.up, given.up_bias, strict=True)
         rows = [_by_row(x[tokens], weight, bias, experts) for weight, bias in weights]
         first.append(activated(case.activation, rows) if case.activation else rows)
-        products = _by_row(first[-1][0], given.down, given.down_bias, experts)
+    return first, exact_sums(case, ranks, [ys[0] for ys in first])
+
+
+def rows_of(case: Case, rank: int) -> tuple[torch.Tensor, ...]:
+    """Expert, token and choice of the rows of a rank, a tensor each."""
+    return torch.tensor(routing_of(case, rank), dtype=torch.int64).view(-1, 3).unbind(1)
+
+
+def exact_sums(case: Case, ranks: list[Operands], ys: list[torch.Tensor]) -> torch.Tensor:
+    """The results of the second half for all tokens, of the rows of each rank."""
+    topk = torch.cat([one.topk for one in ranks]).double()
+    whole = torch.zeros(len(topk), case.hidden, dtype=torch.float64)
+    for rank, (given, y) in enumerate(zip(ranks, ys, strict=True)):
+        experts, tokens, choices = rows_of(case, rank)
+        products = _by_row(y, given.down, given.down_bias, experts)
         whole = whole.index_add(0, tokens, topk[tokens, choices, None] * products)
-    return first, whole
+    return whole
 
 
 def placed(given: Any, device: str) -> Any:
@@ -188,7 +200,7 @@ def both_halves(
     return ys, routing, gathered[0] if gathered else None, out
 
 
-def _absolute(given: Operands) -> Operands:
+def absolute(given: Operands) -> Operands:
     """The operands with absolute values, of which the model makes the largest sums that there can
     be: errors of rounding are as large as these, and not as what is left of them."""
     values = [one if isinstance(one, list) else [one] for one in given]
@@ -198,7 +210,7 @@ def _absolute(given: Operands) -> Operands:
     return Operands(*made)
 
 
-def _magnitudes(case: Case) -> Case:
+def magnitudes(case: Case) -> Case:
     """The case without a function that makes numbers smaller."""
     name = case.activation
     if name in GATED:
@@ -206,7 +218,7 @@ def _magnitudes(case: Case) -> Case:
     return case if name in (None, "relu2") else case._replace(activation="relu")
 
 
-def _differs(found: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> str | None:
+def differs(found: torch.Tensor, wanted: torch.Tensor, largest: torch.Tensor) -> str | None:
     """What is wrong, in words.
 
     Args:
@@ -240,12 +252,12 @@ def forward_faults(
         given = placed(ranks[rank], device)
         first, whole = exact(case, ranks)
         ys, routing, _, out = placed(both_halves(case, given, group, strict=strict), "cpu")
-        largest, largest_out = exact(_magnitudes(case), [_absolute(one) for one in ranks])
+        largest, largest_out = exact(magnitudes(case), [absolute(one) for one in ranks])
         tokens = list(case.tokens)
-        found = {"out": _differs(out, whole.split(tokens)[rank], largest_out.split(tokens)[rank])}
+        found = {"out": differs(out, whole.split(tokens)[rank], largest_out.split(tokens)[rank])}
         rows = len(routing_of(case, rank))
         for i, (y, wanted) in enumerate(zip(ys, first[rank], strict=True)):
-            found[f"y{i}"] = _differs(y[:rows], wanted, largest[rank][i])
+            found[f"y{i}"] = differs(y[:rows], wanted, largest[rank][i])
             if y[rows:].any():
                 found["behind"] = "found numbers behind the last row, wanted zeros"
         found["routing"] = _routing_fault(case, rank, routing)

@@ -107,6 +107,10 @@ SENT: dict[str, set[str]] = {
     "_route": set(),
     "_all_gather_grouped_matmul": {"x"},
     "_grouped_matmul_reduce_scatter": {"ys", "weights", "bias", "topk_weights"},
+    "_all_gather_scaled_grouped_matmul": {"x", "scale_a"},
+    "_scaled_grouped_matmul_reduce_scatter": {
+        *("y", "weight", "scale_a", "scale_b", "bias", "topk_weights"),
+    },
     "_grouped_grad_of_weight": set(),
     "_grouped_grad_of_bias": set(),
 }

@@ -1,5 +1,5 @@
-"""The plugins for vLLM and SGLang. vLLM's classes are those of a double (`vllm_double`), since vLLM
-wants CUDA to be imported; the files of SGLang that the plugin meets are SGLang's own."""
+"""The plugins for vLLM and SGLang. vLLM's classes are those of a double (`vllm_double`), which is
+there at once; test_vllm has vLLM's own. The files of SGLang that the plugin meets are SGLang's."""
 
 from __future__ import annotations
 

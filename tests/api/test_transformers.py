@@ -46,7 +46,7 @@ def _families() -> pytest.MarkDecorator:
 
 
 @client
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Phi3"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_its_plans_are_converted(
     rank_pools: Pools, saved: Callable[[str], Path], world_size: int, family: str

@@ -88,13 +88,15 @@ def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _counted(names: list[str]) -> Callable[[], dict[str, int]]:
-    """How often the styles call those ops, until it is asked for."""
+    """How often the styles call those ops, and how often they have a gate computed, until it is
+    asked for."""
     given = {name: getattr(transformers_styles, name) for name in names}
-    calls = dict.fromkeys(names, 0)
+    calls = dict.fromkeys([*names, "gates"], 0)
 
     def counting(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
+            calls["gates"] += bool(kwargs.get("activation"))
             return given[name](*args, **kwargs)
 
         return call
@@ -114,12 +116,15 @@ def _trained(model: Any, tokens: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     """The logits and the gradients of a step."""
     out = model(input_ids=tokens, labels=tokens, use_cache=False)
     out.loss.backward()
-    found = [("logits", out.logits.detach())]
+    found = {"logits": out.logits.detach()}
     for name, parameter in model.named_parameters():
-        grad = _full(parameter.grad)
+        grad, pieces = _full(parameter.grad), name.split(".")
         assert grad is not None, name
-        found.append((f"gradient of {name}", grad))
-    return found
+        if pieces[-2].isdigit():  # a part of a packed linear
+            name = ".".join([*pieces[:-2], pieces[-1]])
+        label = f"gradient of {name}"
+        found[label] = torch.cat([found[label], grad]) if label in found else grad
+    return list(found.items())
 
 
 def checkpoint(model: Any) -> None:
@@ -144,6 +149,7 @@ def training(folder: Path, kind: str, batch: int, length: int, checkpointing: bo
     sublayers = 1 if "Mixtral" in folder.name else 2  # whose linears are agmm's
     shared &= "Phi3" not in folder.name  # whose packed linears stay with transformers
     right = [sublayers * layers] * 2 + [0] if shared else [0, 0, sublayers * layers]
+    right.append(layers if shared and not folder.name.startswith(("Mixtral", "Phi")) else 0)
     faults = [] if list(made.values()) == right else [f"{made}, wanted {right}"]
     for (name, one), (other_name, other) in zip(found, wanted, strict=True):
         assert name == other_name

@@ -1,8 +1,8 @@
 """The part of vLLM 0.32 and 0.33 that agmm's plugin meets, with its names and signatures.
 
-vLLM itself wants CUDA. What is taken from its sources are facts: which modules, functions and
-attributes there are, that a layer is made of the class that is registered under the name of its
-own, and what a row-parallel linear does with each of its arguments.
+vLLM itself takes seconds to import, in every rank. What is taken from its sources are facts: which
+modules, functions and attributes there are, that a layer is made of the class that is registered
+under the name of its own, and what a row-parallel linear does with each of its arguments.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class StandIn:
             for y, weight, config in call.operands[rank]
         ]
         matmuls = [
-            (one.arguments, y.data_ptr(), y.stride(0))
+            (one.arguments, y.data_ptr(), y.stride(0), (0, 0, 0))
             for one, (y, *_) in zip(made, call.operands[rank], strict=True)
         ]
         weights = None if call.weights is None else call.weights[rank].contiguous()

@@ -19,7 +19,7 @@ from collectives_stand_in import _streams, run_all
 
 from agmm import _core
 from agmm.ops import grouped_kernel
-from agmm.ops.grouped_dispatch import Multiplied, matmuls_of
+from agmm.ops.grouped_products import Multiplied
 from agmm.ops.routing import rows_of
 from agmm.runtime.epilogues import Epilogue
 
@@ -88,7 +88,7 @@ def drawn(draw: random.Random, world_size: int, dtype: torch.dtype) -> Call:
         found = _made(multiplies, experts, columns, draw.choice([8, 136, 520]), dtype)
         made.append(found)
         if multiplies:
-            plan = matmuls_of(whole[sources], found)
+            plan = found.matmuls(whole[sources])
             if plan is None:
                 multiplies = ""
             else:
@@ -151,7 +151,7 @@ class StandIn:
         rows = torch.full((capacity, call.columns), torch.nan, **where)
         gathered = torch.full((sum(call.counts), call.columns), torch.nan, **where)
         words = torch.full((2, ranks * call.experts), -1, device="cuda", dtype=torch.int32)
-        plan = matmuls_of(rows, call.made[rank]) if call.multiplies else ([], False)
+        plan = call.made[rank].matmuls(rows) if call.multiplies else ([], False)
         assert plan is not None
         for one in plan[0]:
             one.out.fill_(torch.nan)

@@ -4,38 +4,22 @@ group's backend on a GPU, so ranks may share one."""
 from __future__ import annotations
 
 import random
-from functools import cache
 from typing import Any, NamedTuple
 
+import moe_scaled_work
 import torch
 import torch.distributed as dist
-from gpu_work import Faults, device, group_of, last_ranks, poison_freed_memory
+from gpu_work import Faults, group_of, last_ranks, poison_freed_memory
 from moe_work import Case, Operands, both_halves, ids_of, placed, whole_of
 
 from agmm.ops.grouped_products import products, wide_sums
 from agmm.ops.grouped_scatter import by_token
 from agmm.ops.routing import rows_of
 from agmm.runtime.epilogues import named
-from agmm.runtime.workspaces import combine_workspace, dispatch_workspace
-
-SLOT_BYTES = 64 << 20
-"""What no case here exceeds, so that no workspace grows later."""
-
-
-@cache
-def _make_room() -> None:
-    """The memory of all groups, the larger ones first: torch's rendezvous needs ranks that have
-    taken part in equally many before. Collective over all ranks."""
-    for size in range(dist.get_world_size(), 1, -1):
-        group = group_of(last_ranks(size))
-        if group is not None:
-            dispatch_workspace(group, device()).ensure(SLOT_BYTES)
-            combine_workspace(group, device()).ensure(SLOT_BYTES)
 
 
 def _group(world_size: int) -> dist.ProcessGroup | None:
     """The group of the last ranks; None in the other ranks. Collective over all ranks."""
-    _make_room()
     return group_of(last_ranks(world_size))
 
 
@@ -109,6 +93,26 @@ def faults(world_size: int, cases: int, seed: int, dtype: torch.dtype) -> Faults
         if gathers and not torch.equal(results.gathered, exact.gathered):
             found.append(f"{case}: wrong gathered tokens")
     return found
+
+
+def scaled_faults(world_size: int, scales: str) -> Faults:
+    """Faults, in words, of calls on fp8 rows, beside a model in float64."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    even, uneven = (64,) * world_size, tuple((37 * rank + 5) % 90 for rank in range(world_size))
+    wide: dict[str, Any] = {"column_major": True, "hidden": 528, "inner": 272}
+    cases = [
+        Case(even, 2, 4, "zipf", **wide),
+        Case(uneven, 4, 2, "drops", activation=None, seed=1, **wide),
+        Case(uneven, 1, 2, "one", bias=False, seed=2, **wide),
+        Case(even, 2, 2, "none", **wide),
+        # Row-major weights, which no kernel takes.
+        Case(even, 2, 2, "even", hidden=528, inner=272, seed=3),
+    ]
+    kind = moe_scaled_work.Kind(scales)
+    given = [(case, kind) for case in cases]
+    return moe_scaled_work.faults(world_size, given, group, strict=True, device="cuda")
 
 
 def captured(world_size: int, replays: int) -> Faults:

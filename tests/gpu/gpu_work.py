@@ -20,7 +20,9 @@ from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import LocalShape
 from agmm.runtime.workspaces import (
     collectives_workspace,
+    combine_workspace,
     cuda_workspace,
+    dispatch_workspace,
     gather_copies,
     scatter_copies,
     scatter_workspace,
@@ -31,6 +33,8 @@ Faults = list[str] | None
 _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
+ROWS_BYTES = 64 << 20
+"""What no case of dispatched rows exceeds."""
 PART_BYTES = 8 << 20
 """The bytes of what ranks send each other in a scatter."""
 COPY_SLOT_BYTES = 4 << 20
@@ -85,6 +89,9 @@ def _make_groups() -> None:
             gather_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
             scatter_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
             collectives_workspace(_groups[ranks], device()).ensure(1)
+            if len(ranks) > 1:
+                dispatch_workspace(_groups[ranks], device()).ensure(ROWS_BYTES)
+                combine_workspace(_groups[ranks], device()).ensure(ROWS_BYTES)
 
 
 def last_ranks(world_size: int) -> tuple[int, ...]:

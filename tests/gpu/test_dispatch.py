@@ -80,6 +80,14 @@ def test_results_are_those_of_operations_one_by_one(
 
 @needs_two
 @needs_no_fault
+@pytest.mark.parametrize("scales", ["rowwise", "block"])
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_fp8_rows_come_with_their_scales(gpu_pool: RankPool, world_size: int, scales: str) -> None:
+    check(gpu_pool.run(work.scaled_faults, world_size, scales), world_size)
+
+
+@needs_two
+@needs_no_fault
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))
 def test_graphs_in_turn_follow_tokens_and_ids(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(work.captured, world_size, 60), world_size)

@@ -208,3 +208,17 @@ def test_operands_that_it_does_not_take() -> None:
     many = [randn(513, 8, 8).transpose(1, 2)], [None], offsets_of([0] * 513)
     with pytest.raises(ValueError, match="513 experts, wanted 1 to 512"):
         grouped_kernel.run(config, randn(8, 8), *many)
+
+
+@pytest.mark.parametrize("columns", [64, 60], ids=["grouped", "batched"])
+def test_gradients_of_weights_in_float16(columns: int) -> None:
+    """torch's grouped matmul takes them as pairs of bfloat16, or they are one batch."""
+    counts = [7, 0, 300, 64]
+    rows, douts = (randn(sum(counts) + 9, n, dtype=torch.float16) for n in (columns, 128))
+    rows[sum(counts) :] = torch.nan
+    offsets = offsets_of(counts)
+    grouped_products.grad_of_weight_by_torch(rows, douts, offsets)  # loads kernels
+    with never_waits():
+        found = grouped_products.grad_of_weight_by_torch(rows, douts, offsets)
+    wanted = torch.ops.agmm._grouped_grad_of_weight(rows.cpu(), douts.cpu(), offsets.cpu())
+    torch.testing.assert_close(found.cpu(), wanted, rtol=2**-7, atol=2**-7)

@@ -241,6 +241,16 @@ del room  # memory that needs no call of the driver's
 _core.load_quantizers()
 torch.cuda.synchronize()
 end = torch.cuda.Event()
+begin = time.perf_counter()
+waited = []
+
+
+def note(*call):
+    # the first calls behind which the GPU is found to have finished, and when
+    if end.query() and len(waited) < 2:
+        waited.append((call, round(time.perf_counter() - begin, 2)))
+
+
 torch.cuda._sleep(16_000_000_000)  # some eight seconds, which a busy host may need
 end.record()
 with torch.cuda.stream(torch.cuda.Stream()):
@@ -248,18 +258,22 @@ with torch.cuda.stream(torch.cuda.Stream()):
         for to in (torch.float8_e4m3fn, torch.float8_e5m2):
             for tile in TILES:
                 assert cuda_quantize.quantised(x, tile, to, power_of_2=False) is not None
+                note("quantised", x.shape, x.dtype, to, tile)
             made = cuda_quantize.quantised_columns(x, to, power_of_2=False)
             assert made is not None and cuda_quantize.transposed(made[0]) is not None
+            note("transposed", x.shape, x.dtype, to)
     for x in found:
         if x.dtype != torch.float32:
             for activation, products in (("silu", [x]), ("gelu_mul", [x, x])):
                 assert cuda_activations.gradients(activation, x, products) is not None
+                note(activation, x.shape, x.dtype)
             if x.shape[1] == 2048:
                 for tile in TILES[:2]:
                     cast = cuda_activations.Cast(tile, torch.float8_e4m3fn, True)
                     made = cuda_activations.joint_gradients("silu_mul", x, [x, x], cast)
                     assert made is not None and made[1] is not None
-print("waited" if end.query() else "went on")
+                    note("silu_mul", x.shape, x.dtype, tile)
+print(waited or "went on")
 torch.cuda.synchronize()
 """
 

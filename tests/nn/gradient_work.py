@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_work import group_of
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import agmm
 from agmm.nn import (
@@ -202,6 +204,21 @@ def clipped(world_size: int, norm_type: float, max_norm: float, by_list: bool) -
         if not torch.allclose(full, whole.grad, rtol=1e-12, atol=0):
             faults.append(f"a gradient of shape {tuple(full.shape)} differs")
     return faults
+
+
+def clip_of_an_embedding() -> tuple[float, float]:
+    """The norm of the gradient of an embedding that torch's row-wise style divides, whose gradient
+    every rank has whole, and the whole embedding's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    whole = torch.nn.Embedding(20, 8)
+    divided = copy.deepcopy(whole)
+    parallelize_module(divided, mesh, RowwiseParallel(input_layouts=Replicate()))
+    tokens = torch.arange(12)
+    for embedding in (whole, divided):
+        embedding(tokens).square().sum().backward()
+    wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
+    return clip_grad_norm_(divided, 1e9).item(), wanted.item()
 
 
 def clip_of_few_bits(world_size: int) -> tuple[float, torch.dtype] | None:

@@ -37,8 +37,8 @@ from agmm.nn import (
     RowwiseScatterParallel,
     SharedGatherParallel,
     full_state_dict,
+    gathered,
     load_full_state_dict,
-    styles,
     sum_replicated_gradients,
 )
 from agmm.testing.reference import relative_error
@@ -534,7 +534,7 @@ def styles_against_whole(
     if not local:
         given = DTensor.from_local(shard, mesh, [Shard(1)])
     gather = mock.Mock(wraps=agmm.all_gather_matmul)
-    counted = mock.patch.object(styles, "all_gather_matmul", gather)
+    counted = mock.patch.object(gathered, "all_gather_matmul", gather)
     with contextlib.nullcontext() if compiled else counted:  # a mock cannot be traced
         found = run(given)
     if isinstance(found, DTensor):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import agmm
 from agmm.errors import forget_warnings
-from agmm.nn import GatherColwiseParallel, SharedGatherParallel, styles
+from agmm.nn import GatherColwiseParallel, SharedGatherParallel, gathered
 
 Forward = Callable[["Three", torch.Tensor], list[torch.Tensor]]
 
@@ -214,7 +214,7 @@ def as_each_by_itself(way: str, kind: str, compiled: bool = False) -> tuple[list
         if compiled:
             found, needs = _run(shared, kind, True)
         else:
-            with mock.patch.object(styles, "all_gather_matmul", gather):
+            with mock.patch.object(gathered, "all_gather_matmul", gather):
                 found, needs = _run(shared, kind)
     wanted, wanted_needs = _run(single, kind)
     torch.compiler.reset()

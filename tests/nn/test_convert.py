@@ -16,7 +16,7 @@ _STYLES: dict[str, dict[str, str]] = {
         "output": "LaidOut(GatherColwiseParallel(sequence_dim=1), None, Replicate())",
         "layers.0.attention": "Several(PrepareModuleInput",
         "layers.0.attention.wo": "RowwiseScatterParallel(sequence_dim=1)",
-        "layers.0.feed_forward": "GatherOfInput(sequence_dim=1)",
+        "layers.0.feed_forward": "GatedGatherParallel(sequence_dim=1)",
         "layers.0.feed_forward.w2": "RowwiseScatterParallel(sequence_dim=1)",
     },
     "all rows": {
@@ -111,7 +111,7 @@ _WANTED = (
     [
         (
             "packed",
-            "'': found 'packed_colwise', wanted agmm.nn.UnpackedLinear in the place of the linear",
+            "'': found 'packed_colwise', wanted agmm.nn.PackedColwiseParallel",
         ),
         (
             "experts",

@@ -142,6 +142,11 @@ def test_clip_is_that_of_the_whole_model(
     assert results[5 - world_size :] == [[]] * world_size
 
 
+def test_a_gradient_that_every_rank_has_whole_counts_once(pool: RankPool) -> None:
+    for found, wanted in pool.run(gradient_work.clip_of_an_embedding):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_the_norm_has_the_bits_of_float32(pool: RankPool) -> None:
     results = pool.run(gradient_work.clip_of_few_bits, 5)
     assert results == [(pytest.approx(4160**0.5, rel=1e-6), torch.float32)] * 5

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from agmm.errors import InvalidArgument
 from agmm.nn import Choices, ExpertParallel, Experts, MoE, TopKRouter, load_balance_loss
+from agmm.nn.fp8_recipe import WHY_NOT_SAVED
 from agmm.nn.router import load_of
 from agmm.testing.ranks import RankPool
 
@@ -43,6 +44,12 @@ def test_training_in_bfloat16_has_the_losses_within_its_noise(
 ) -> None:
     kind = Kind(k=1, sliced=sliced, scale=0.5)
     assert rank_pools(2).run(work.training, 2, kind, torch.bfloat16) == [[]] * 2
+
+
+@pytest.mark.parametrize("fp8", ["rowwise", "block"])
+def test_training_in_fp8_has_the_losses_within_its_noise(rank_pools: Pools, fp8: str) -> None:
+    kind = Kind(k=1, scale=0.5, wide=8, sliced=fp8 == "block", options=(("fp8", fp8),))
+    assert rank_pools(2).run(work.training, 2, kind, torch.float32) == [[]] * 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -88,6 +95,14 @@ def test_the_loss_that_balances_is_of_all_ranks(rank_pools: Pools) -> None:
     ("make", "message"),
     [
         (lambda: MoE(4, 4, 2), "MoE: found neither k nor router, wanted one of the two"),
+        (
+            lambda: MoE(4, 4, 2, 1, fp8="tensorwise"),  # type: ignore[arg-type]
+            "Experts: fp8: found 'tensorwise' for experts, wanted 'rowwise', 'block' or None",
+        ),
+        (
+            lambda: Experts(4, 4, 2, fp8="block", save_gathered=True),
+            f"Experts: {WHY_NOT_SAVED}",
+        ),
         (
             lambda: MoE(4, 4, 2, 1, router=torch.nn.Identity()),
             "MoE: found both k and router, wanted one of the two",

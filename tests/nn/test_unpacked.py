@@ -16,10 +16,11 @@ from agmm.testing.ranks import RankPool
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("by_style", [False, True])
 def test_an_attention_with_a_packed_linear(
-    pool: RankPool, world_size: int, bias: bool, sequence: bool
+    pool: RankPool, world_size: int, bias: bool, sequence: bool, by_style: bool
 ) -> None:
-    found = pool.run(unpacked_work.attention, world_size, bias, sequence)
+    found = pool.run(unpacked_work.attention, world_size, bias, sequence, by_style)
     assert [faults for faults in found if faults is not None] == [[]] * world_size
 
 

@@ -10,15 +10,21 @@ import torch
 import torch.distributed as dist
 from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from agmm.nn import (
+    PackedColwiseParallel,
     ReplicatedColwiseParallel,
     RowwiseAllReduceParallel,
     RowwiseScatterParallel,
     SharedGatherParallel,
     UnpackedLinear,
+    convert_plan,
     full_state_dict,
     load_full_state_dict,
 )
@@ -57,29 +63,39 @@ def _whole(bias: bool) -> Attention:
     return Attention(bias)
 
 
-def _sharded(whole: Attention, mesh: DeviceMesh, sequence: bool) -> Attention:
+def _sharded(whole: Attention, mesh: DeviceMesh, sequence: bool, by_style: bool) -> Attention:
     found = copy.deepcopy(whole)
-    found.qkv = UnpackedLinear(found.qkv, SIZES)  # type: ignore[assignment]
     found.heads, found.groups = HEADS // mesh.size(), GROUPS // mesh.size()
-    names = [f"qkv.{i}" for i in range(3)]
-    plan: dict[str, Any] = {"": SharedGatherParallel(*names), "proj": RowwiseScatterParallel()}
-    if not sequence:
-        plan = {name: ReplicatedColwiseParallel() for name in names}
-        plan["proj"] = RowwiseAllReduceParallel()
+    plan: dict[str, Any]
+    if by_style:
+        last = RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+        plan = {"qkv": PackedColwiseParallel(SIZES), "proj": last}
+        if sequence:
+            plan[""] = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+        plan = dict(convert_plan(found, mesh, plan, strict=True))
+    else:
+        found.qkv = UnpackedLinear(found.qkv, SIZES)  # type: ignore[assignment]
+        names = [f"qkv.{i}" for i in range(3)]
+        plan = {"": SharedGatherParallel(*names), "proj": RowwiseScatterParallel()}
+        if not sequence:
+            plan = {name: ReplicatedColwiseParallel() for name in names}
+            plan["proj"] = RowwiseAllReduceParallel()
     parallelize_module(found, mesh, {name: style for name, style in plan.items() if name})
     if "" in plan:
         parallelize_module(found, mesh, plan[""])
     return found
 
 
-def attention(world_size: int, bias: bool, sequence: bool) -> list[str] | None:
+def attention(world_size: int, bias: bool, sequence: bool, by_style: bool) -> list[str] | None:
     """Faults of a step, of what is saved and of what is loaded."""
     group = group_of(world_size)
     if group is None:
         return None
     mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
     whole = _whole(bias)
-    sharded = _sharded(whole, mesh, sequence)
+    sharded = _sharded(whole, mesh, sequence, by_style)
     x = torch.randn(2, 4 * world_size, HIDDEN, generator=torch.Generator().manual_seed(4))
     wanted = whole(x)
     wanted.square().sum().backward()

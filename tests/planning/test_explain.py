@@ -67,7 +67,7 @@ def test_by_the_cost_model() -> None:
     assert f"predicted: {us:.1f} µs, {us / alone:.2f} × the matmul alone ({alone:.1f} µs)" in text
     assert "measured: not yet" in text
     unfused = cost_model.unfused_us(PROBLEM)
-    assert f"why: fused, the unfused path is predicted to take {unfused:.1f} µs" in text
+    assert "why: fused, the unfused path" in text and f"to take {unfused:.1f} µs" in text
     assert text.count("(the plan)") == 1
     kernels = explain.kernels_for(GPU)(PROBLEM.op, PROBLEM.format)
     served = [kernel for kernel in kernels if legality.legal_splits(PROBLEM, kernel)]
@@ -161,8 +161,12 @@ def test_no_ratio_where_the_model_has_no_ground(
 ) -> None:
     text = said(Problem(*shape, world_size=world_size))
     assert "× the matmul alone" not in text
-    wanted = r"predicted: [\d.]+ µs, the matmul alone [\d.]+ µs(, mostly latency|: alike)"
-    assert re.search(wanted, text)
+    us = r"[\d.]+ µs"
+    latency, as_long = (
+        f"the matmul alone {us}, mostly latency",
+        rf"as long as the matmul alone \({us}",
+    )
+    assert re.search(f"predicted: {us}, ({latency}|{as_long})", text)
 
 
 def test_more_ranks_than_a_host_has_gpus() -> None:

@@ -35,16 +35,26 @@ class Kernel:
 
     Args:
         takes_turns: whether groups do as the kernel's, or begin when they like.
+        is_scaled: whether a third warp stores the scales of fp8 rows, and each stage is given back
+            before the next is multiplied.
     """
 
     def __init__(
-        self, ctas: int, groups: int, stages: int, sizes: tuple[int, int], *, takes_turns: bool
+        self,
+        ctas: int,
+        groups: int,
+        stages: int,
+        sizes: tuple[int, int],
+        *,
+        takes_turns: bool = True,
+        is_scaled: bool = False,
     ) -> None:
+        self.is_scaled = is_scaled
         self.ctas, self.groups, self.stages = ctas, groups, stages
         self.tiles, self.k_tiles = sizes
         self.takes_turns = takes_turns
         warpgroups = 2 // groups
-        self.full = [[Barrier(2) for _ in range(stages)] for _ in range(ctas)]
+        self.full = [[Barrier(2 + int(is_scaled)) for _ in range(stages)] for _ in range(ctas)]
         self.empty = [[Barrier(warpgroups * ctas) for _ in range(stages)] for _ in range(ctas)]
         self.turn = [[Barrier(1) for _ in range(2)] for _ in range(ctas)]
         self.held: dict[tuple[int, int, str], tuple[int, int]] = {}
@@ -64,6 +74,15 @@ class Kernel:
             self.full[cta][stage].change(arrivals=1, expected=1)
             self.landing.append((cta, stage, "B", (tile, k)))
             yield None
+
+    def load_scales(self, cta: int) -> Step:
+        for stage, parity, tile, k in self.uses():
+            while not self.empty[cta][stage].is_over(parity ^ 1):
+                yield False
+            assert not any(key[::2] == (cta, stage) for key in self.reading), "read while written"
+            self.held[cta, stage, "scales"] = (tile, k)
+            yield None
+            self.full[cta][stage].change(arrivals=1)
 
     def load_a(self, cta: int) -> Step:
         for stage, parity, tile, k in self.uses():
@@ -92,18 +111,22 @@ class Kernel:
             while not self.full[cta][stage].is_over(parity):
                 yield False
             operands = ["B", *(f"A{other}" for other in range(self.ctas))]
+            operands += ["scales"] * self.is_scaled
             found = {self.held.get((cta, stage, operand)) for operand in operands}
             assert found == {(tile, k)}, f"tile {tile}, k {k} read {found}"
             self.reading.add((cta, warpgroup, stage))
             yield None
-            if k > 0:
+            if self.is_scaled:
+                self.give_back(cta, warpgroup, stage)
+            elif k > 0:
                 self.give_back(cta, warpgroup, last)
             last = stage
             if k == self.k_tiles - 1:
                 if self.groups > 1:
                     self.turn[cta][1 - group].change(arrivals=1)
                 yield None
-                self.give_back(cta, warpgroup, last)
+                if not self.is_scaled:
+                    self.give_back(cta, warpgroup, last)
                 self.done += 1
 
     def give_back(self, cta: int, warpgroup: int, stage: int) -> None:
@@ -124,6 +147,7 @@ class Kernel:
         warps: list[Step] = []
         for cta in range(self.ctas):
             warps += [self.load_a(cta), self.load_weight(cta)]
+            warps += [self.load_scales(cta)] * self.is_scaled
             warps += [self.multiply(cta, warpgroup) for warpgroup in (0, 1)]
         idle = 0
         while warps:
@@ -149,7 +173,15 @@ def test_each_product_reads_its_loads(
     ctas: int, groups: int, stages: int, sizes: tuple[int, int]
 ) -> None:
     for seed in range(6):
-        Kernel(ctas, groups, stages, sizes, takes_turns=True).run(seed)
+        Kernel(ctas, groups, stages, sizes).run(seed)
+
+
+@pytest.mark.parametrize(("ctas", "groups", "stages", "sizes"), SHAPES[::3])
+def test_each_product_of_fp8_reads_its_loads_and_scales(
+    ctas: int, groups: int, stages: int, sizes: tuple[int, int]
+) -> None:
+    for seed in range(4):
+        Kernel(ctas, groups, stages, sizes, is_scaled=True).run(seed)
 
 
 def test_the_model_finds_groups_that_take_no_turns() -> None:

@@ -305,7 +305,7 @@ def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
         (GROUPED | {"cluster": "2x1"}, "cluster: found '2x1', wanted 1x1 or 1x2 with grouped_"),
         (GROUPED | {"tile": "72x128x64"}, "tile: found '72x128x64', wanted multiples of 64 rows"),
         (GROUPED | {"epilogue": "activation"}, "epilogue: .*, wanted plain or gate with grouped"),
-        (GROUPED | {"timed": True}, "formats: .*, wanted operands of 16 bits, not timed, with gr"),
+        (GROUPED | {"timed": True}, "formats: .*, wanted operands of 16 bits or e4m3, not timed,"),
         ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
         (
             {"epilogue": "gelu"},

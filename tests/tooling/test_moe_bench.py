@@ -164,3 +164,22 @@ def test_explain_says_who_serves_and_what_moves() -> None:
         assert said in result.stdout
     (found,) = json.loads(agmm(*given, "--gpu", "cpu", "--json").stdout)
     assert found["plan"] == "agmm, through shared memory"
+
+
+def test_explain_says_what_fp8_moves() -> None:
+    result = agmm(
+        *[
+            "explain",
+            "--op",
+            "moe",
+            "--shapes",
+            "4096x4096x14336x8x2",
+            "--tp",
+            "2",
+            "--dtype",
+            "fp8",
+        ]
+    )
+    said = " ".join(result.stdout.split())
+    assert "agmm brings fp8 rows with their scales" in said
+    assert "a rank gets 8.03 MiB of tokens" in said and "sums in bfloat16" in said

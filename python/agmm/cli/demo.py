@@ -11,7 +11,10 @@ from agmm.bench import measure, record, reports
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.options import Options
 from agmm.bench.timeline_picture import draw
+from agmm.bench.units import duration
 from agmm.bench.way import ROOF
+from agmm.bench.ways import ways_of
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.planning.shapes import Shape
 
 WORLD_SIZE = 4
@@ -94,12 +97,12 @@ def explain(result: DemoResult) -> list[str]:
     """What the demo showed, in sentences."""
     summary = reports.summarize(result.report["shapes"][0])
     lines = []
-    if summary.agmm is not None and summary.best_other_us is not None and summary.roof is not None:
-        ratio = summary.best_other_us / summary.agmm
+    best, best_us = summary.best_other, summary.best_other_us
+    if summary.agmm and summary.roof and best and best_us:
         lines.append(
-            f"All results agree with the plain product. agmm took {summary.agmm / summary.roof:.2f}"
-            f" times as long as the matmul alone, and the fastest other way ({summary.best_other}) "
-            f"{ratio:.2f} times as long as agmm."
+            f"All results agree with the plain product. agmm took {duration(summary.agmm)}, the "
+            f"matmul alone {duration(summary.roof)}, the fastest other way "
+            f"({ways_of(ALL_GATHER_MATMUL)[best].title}) {duration(best_us)}."
         )
     if result.report["settings"]["device"] == "cpu":
         cores = result.report["machine"]["host_cores"]
@@ -108,7 +111,10 @@ def explain(result: DemoResult) -> list[str]:
             "the op works, not how fast it is: that takes GPUs."
         )
     if result.picture is not None:
-        lines.append(f"The overlap on rank 0 is drawn in {result.picture}")
+        lines.append(
+            f"When each chunk came to rank 0 and was computed is drawn in {result.picture}. Time 0 "
+            "is rank 0's call; ranks that called before it have sent their chunks by then."
+        )
     elif result.no_picture is not None:
         lines.append(f"No picture: {result.no_picture}")
     return lines

@@ -20,7 +20,7 @@ from agmm.planning.legality import why_unfused
 from agmm.planning.op_plans import KernelsOf, gather_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, Plan
-from agmm.planning.predictions import uncertainty
+from agmm.planning.predictions import predict_us, uncertainty
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     CPU,
@@ -163,6 +163,7 @@ def explain(
         source=choice.source,
         predicted_us=choice.predicted_us,
         uncertainty=uncertainty(problem, choice.plan),
+        unfused_us=None if problem.gpu == CPU else predict_us(problem, UNFUSED),
         alone_us=cost_model.matmul_us(problem) if has_alone else None,
         measured_us=None if row is None else row.us,
         measured_alone_us=None if row is None else row.roof_us,

@@ -98,8 +98,6 @@ def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> li
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with moe, wanted --shapes or --model")
-    if dtype is DType.float8_e4m3fn:
-        raise InvalidArgument(f"dtype: found {dtype.value} with moe, wanted one that experts take")
     named = ShapeOptions(
         options.shapes, None, options.model, options.tokens, routing=options.routing
     )

@@ -6,13 +6,18 @@ from __future__ import annotations
 from agmm.bench.units import duration, size
 from agmm.cli.explanations import Explanation
 from agmm.errors import InvalidArgument
-from agmm.planning import cost_model
+from agmm.planning import cost_model, formats
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.problems import CPU, MOE, Problem
 from agmm.planning.shapes import MoEShape
 
 _FLOAT32_BYTES = 4
 """The bytes of a partial sum, which CPU ranks send in float32."""
+_BYTES_OF_SCALES = 16
+"""The bytes behind a row of fp8, with one scale and filled up (`runtime.scaled_rows`)."""
+_FP8 = "float8_e4m3fn"
+_FORMAT_OF_FP8 = formats.fp8_name(f"{_FP8}_{_FP8}", "slow")
+"""What the cost model is asked of fp8 operands, whose scales are of rows."""
 
 
 def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanation:
@@ -32,7 +37,10 @@ def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanatio
     if gpu == CPU:
         plan, why = "agmm, through shared memory", "each expert's rows are one product"
     else:
-        plan = "agmm brings the rows, on Hopper beside the grouped matmul, and adds up the products"
+        rows_of = "fp8 rows with their scales" if dtype == _FP8 else "the rows"
+        plan = (
+            f"agmm brings {rows_of}, on Hopper beside the grouped matmul, and adds up the products"
+        )
         why = "its kernels move what is grouped by expert where GPUs reach each other"
     rows = shape.tokens * shape.k
     spread = f"{rows // ranks} rows in the mean, {rows / shape.experts:.1f} an expert"
@@ -50,7 +58,18 @@ def explain_moe(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> Explanatio
 
 
 def _itemsize(dtype: str) -> int:
+    """The bytes of a number of a product."""
     return _FLOAT32_BYTES if dtype == "float32" else _FLOAT32_BYTES // 2
+
+
+def _sent_bytes(dtype: str) -> int:
+    """The bytes of a number of a token or a weight."""
+    return 1 if dtype == _FP8 else _itemsize(dtype)
+
+
+def _row_bytes(shape: MoEShape, dtype: str) -> int:
+    """The bytes of a token, in fp8 with its scale."""
+    return shape.hidden * _sent_bytes(dtype) + (_BYTES_OF_SCALES if dtype == _FP8 else 0)
 
 
 def _bytes(shape: MoEShape, dtype: str, ranks: int, *, on_gpu: bool) -> list[str]:
@@ -58,7 +77,7 @@ def _bytes(shape: MoEShape, dtype: str, ranks: int, *, on_gpu: bool) -> list[str
     if ranks == 1:
         return []
     others = shape.tokens * (ranks - 1) // ranks
-    whole = others * shape.hidden * _itemsize(dtype)
+    whole = others * _row_bytes(shape, dtype)
     needed = 1 - (1 - 1 / ranks) ** shape.k
     back = size(others * shape.hidden * _FLOAT32_BYTES) + " of sums"
     if on_gpu:
@@ -73,11 +92,11 @@ def _alone_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> float:
     rows = max(1, shape.tokens * shape.k // ranks)
     wide, narrow = 2 * shape.inner, shape.inner
     problems = [
-        Problem(rows, n, k, gpu=gpu, format=dtype)
+        Problem(rows, n, k, gpu=gpu, format=_FORMAT_OF_FP8 if dtype == _FP8 else dtype)
         for n, k in ((wide, shape.hidden), (shape.hidden, narrow))
     ]
     together = sum(cost_model.matmul_us(problem) for problem in problems)
-    weights = 3 * shape.experts // ranks * shape.hidden * shape.inner * _itemsize(dtype)
+    weights = 3 * shape.experts // ranks * shape.hidden * shape.inner * _sent_bytes(dtype)
     reading: float = weights / (cost_model.constants(gpu).memory_gb_per_s * 1e3)
     return max(together, reading)
 
@@ -85,8 +104,10 @@ def _alone_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> float:
 def _exchange_us(shape: MoEShape, dtype: str, ranks: int, gpu: str) -> list[str]:
     if ranks == 1:
         return []
-    nbytes = shape.tokens * shape.hidden * _itemsize(dtype)
-    there = collective_costs.by_library_us("all_gather", nbytes, ranks, gpu)
-    back = collective_costs.by_library_us("reduce_scatter", nbytes, ranks, gpu)
-    sums = f"its reduce-scatter of sums in {dtype} {duration(back)}"
-    return [f"NCCL's all-gather of the tokens takes {duration(there)}, {sums}, as predicted"]
+    tokens = shape.tokens * _row_bytes(shape, dtype)
+    sums = shape.tokens * shape.hidden * _itemsize(dtype)
+    there = collective_costs.by_library_us("all_gather", tokens, ranks, gpu)
+    back = collective_costs.by_library_us("reduce_scatter", sums, ranks, gpu)
+    of_sums = "bfloat16" if dtype == _FP8 else dtype
+    words = f"its reduce-scatter of sums in {of_sums} {duration(back)}"
+    return [f"NCCL's all-gather of the tokens takes {duration(there)}, {words}, as predicted"]

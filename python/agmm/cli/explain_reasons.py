@@ -100,7 +100,8 @@ def why(
         return "fused, one rank has nothing to gather"
     if unfused is None:
         return "fused, nothing is known of the unfused path"
-    return f"fused, the unfused path is predicted to take {duration(unfused)}"
+    by = "the backend's all-gather, then the library's matmul"
+    return f"fused, the unfused path ({by}) is predicted to take {duration(unfused)}"
 
 
 def _said_of_fused(us: float, choice: Choice) -> str:

@@ -24,7 +24,10 @@ from agmm.planning.problems import (
 def times(problem: Problem, choice: Choice) -> Iterator[str]:
     """Yield what is said of the times of a choice, a line each."""
     if choice.predicted_us is not None:
-        yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
+        used = cost_model.constants(problem.gpu).gpu
+        of = "" if used == problem.gpu else f" for {used}"
+        us = duration(choice.predicted_us)
+        yield f"predicted{of}: {us}, {_beside_roof(problem, choice)}"
     row = choice.row
     if row is None and choice.predicted_us is not None:
         yield f"uncertainty: {_how_uncertain(problem, choice.plan)}"
@@ -49,8 +52,11 @@ def times(problem: Problem, choice: Choice) -> Iterator[str]:
 def _how_uncertain(problem: Problem, plan: Plan) -> str:
     found = uncertainty(problem, plan)
     if found is None:
-        return "not known: no shapes of such calls were held back from the fit"
-    return f"{found:.0%}: nine in ten shapes held back from the fit were predicted as closely"
+        return (
+            f"not known on {problem.world_size} ranks: the model has not been compared there with "
+            "shapes that it was not fitted to"
+        )
+    return f"{found:.0%}: of shapes that the model was not fitted to, nine in ten were as close"
 
 
 def _beside_roof(problem: Problem, choice: Choice) -> str:
@@ -66,5 +72,5 @@ def _beside_roof(problem: Problem, choice: Choice) -> str:
     if c.launch_us + c.matmul_latency_us > roof / 2:
         return f"the matmul alone {duration(roof)}, mostly latency: their ratio says nothing"
     if choice.predicted_us < roof:
-        return f"the matmul alone {duration(roof)}: alike, as well as the model knows"
+        return f"as long as the matmul alone ({duration(roof)}), as far as the model can tell"
     return f"{choice.predicted_us / roof:.2f} × the matmul alone ({duration(roof)})"

@@ -46,6 +46,8 @@ class Explanation:
     predicted_us: float | None = None
     uncertainty: float | None = None
     """How far off the prediction is for nine in ten shapes, as a share of it."""
+    unfused_us: float | None = None
+    """The predicted time of the unfused path."""
     alone_us: float | None = None
     """The predicted time of the matmul alone."""
     measured_us: float | None = None
@@ -99,6 +101,7 @@ class Explanation:
             "source": self.source,
             "predicted_us": self.predicted_us,
             "uncertainty": self.uncertainty,
+            "unfused_us": self.unfused_us,
             "matmul_alone_us": self.alone_us,
             "measured_us": self.measured_us,
             "measured_matmul_alone_us": self.measured_alone_us,
@@ -123,7 +126,7 @@ def summary(found: Sequence[Explanation]) -> Table:
     table.add_column(" x ".join(names).upper().replace("X", "x"), no_wrap=True)
     table.add_column("plan", overflow="fold")
     of_matmul = "n" in names
-    for heading in ("predicted", "÷ alone", "measured")[: None if of_matmul else 1]:
+    for heading in ("predicted", "unfused", "÷ alone", "measured")[: None if of_matmul else 1]:
         table.add_column(heading, justify="right", no_wrap=True)
     if of_matmul:
         table.add_column("from", overflow="fold")
@@ -132,7 +135,10 @@ def summary(found: Sequence[Explanation]) -> Table:
         ratio = "-"
         if one.predicted_us is not None and one.alone_us is not None:
             ratio = f"{max(1.0, one.predicted_us / one.alone_us):.2f}"
-        times = ["-" if us is None else duration(us) for us in (one.predicted_us, one.measured_us)]
-        cells = [times[0], ratio, times[1], one.source or "-"]
+        predicted, unfused, measured = (
+            "-" if us is None else duration(us)
+            for us in (one.predicted_us, one.unfused_us, one.measured_us)
+        )
+        cells = [predicted, unfused, ratio, measured, one.source or "-"]
         table.add_row(sizes, one.plan, *cells[: None if of_matmul else 1])
     return whole(table)

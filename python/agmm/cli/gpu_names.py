@@ -75,7 +75,7 @@ def find_gpu(name: str | None) -> str:
     others = ", ".join(gpu for gpu in HOPPERS if gpu not in known)
     raise InvalidArgument(
         f"gpu: found {name!r}, wanted one of {', '.join(known)}, or, with the constants of "
-        f"{DEFAULT_GPU}, of {others}, or, without times, of {', '.join(OTHERS)}"
+        f"{DEFAULT_GPU}, of {others}, or, by data sheets, of {', '.join(OTHERS)}"
     )
 
 

@@ -8,6 +8,7 @@ around them how the rows of this forward are divided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from agmm.integrations.sequence_rows import (
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._column_product import column_product
 from agmm.nn._filled import filled_up
+from agmm.nn._gated_form import gated_form, has_hooks
 from agmm.nn._ranks import Ranks
 from agmm.nn._stand_in import StandIn, stand_in
 from agmm.nn._summed_gradients import summed_gradients
@@ -33,6 +35,7 @@ from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from agmm.runtime.epilogues import GatedActivation
 
 FEW_ROWS = 128
 """With fewer rows (batch × sequence) every rank keeps all of them, as when tokens are generated."""
@@ -234,6 +237,10 @@ class _Sublayer(_Forward):
 
     columns: list[torch.nn.Module] | None = None
 
+    def __init__(self, module: torch.nn.Module, ranks: Ranks) -> None:
+        super().__init__(module, ranks)
+        self.form = gated_form(module)
+
     def _find_columns(self) -> list[torch.nn.Module]:
         """The linears that take the sublayer's input; none where some cannot be served here."""
         children = (getattr(m, "base_layer", m) for m in self.module.children())  # of adapters
@@ -253,12 +260,15 @@ class _Sublayer(_Forward):
             self.columns = self._find_columns()
         if not self.columns:
             return self._with_all_rows(rows, x, args, kwargs)
-        targets = [Target(_COLUMN, column) for column in self.columns]
-        operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
-        weights, biases = zip(*operands, strict=True)
-        outs = all_gather_matmul(x, list(weights), self.ranks.for_ops, bias=list(biases))
-        wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
-        region = self.region
+        region, gated = self.region, self._gated_linears()
+        if gated is not None and self.form is not None:
+            (hidden,) = self._products(x, rows, gated, self.form.activation)
+            region.sublayer_rows = rows
+            try:
+                return self.module.get_submodule(self.form.down)(hidden)
+            finally:
+                region.sublayer_rows = None
+        wholes = self._products(x, rows, self.columns, None)
         region.products = dict(zip(self.columns, wholes, strict=True))
         region.stand_in = stand_in(x, (*rows, x.shape[-1]), _REFUSAL)
         region.shard, region.sublayer_rows = x, rows
@@ -268,6 +278,30 @@ class _Sublayer(_Forward):
         finally:
             region.stand_in, region.shard, region.sublayer_rows = None, None, None
             region.products = {}
+
+    def _gated_linears(self) -> list[torch.nn.Module] | None:
+        """The linears of gate and up where the sublayer is a gated feed-forward that calls them."""
+        if self.form is None:
+            return None
+        linears = [self.module.get_submodule(name) for name in (self.form.gate, self.form.up)]
+        is_theirs = all(isinstance(_served(one), _Column) and not has_hooks(one) for one in linears)
+        return linears if is_theirs else None
+
+    def _products(
+        self,
+        x: torch.Tensor,
+        rows: Rows,
+        linears: Sequence[torch.nn.Module],
+        activation: GatedActivation | None,
+    ) -> list[torch.Tensor]:
+        """What the linears return of all rows; with an activation the one result of gate and up."""
+        operands = [Target(_COLUMN, one).local_parameters(BY_OUTPUTS) for one in linears]
+        weights, biases = zip(*operands, strict=True)
+        found: Any = all_gather_matmul(
+            x, list(weights), self.ranks.for_ops, bias=list(biases), activation=activation
+        )
+        outs = [found] if activation else found
+        return [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
 
     def _with_all_rows(
         self, rows: Rows, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

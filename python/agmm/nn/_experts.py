@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from agmm.errors import InvalidArgument
+from agmm.nn.fp8_recipe import WHY_NOT_SAVED
 from agmm.ops.grouped_matmuls import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from agmm.runtime.epilogues import GATED, GatedActivation
 
@@ -22,6 +23,7 @@ class Way(NamedTuple):
         sliced: whether each rank has a slice of every expert's inner features; else some experts.
         capacity_factor: how many times the mean of the ranks' rows a rank has room for; None for
             the worst case.
+        fp8: the kind of the scales with which the forward quantises its operands; None for none.
     """
 
     sliced: bool = False
@@ -30,11 +32,16 @@ class Way(NamedTuple):
     save_gathered: bool = False
     save_preactivation: bool = True
     strict: bool = False
+    fp8: Literal["rowwise", "block"] | None = None
 
     def why_not(self) -> str | None:
         """What is wrong in itself, or None."""
         if self.activation not in GATED:
             return f"activation: found {self.activation!r}, wanted one of {', '.join(GATED)}"
+        if self.fp8 not in (None, "rowwise", "block"):
+            return f"fp8: found {self.fp8!r} for experts, wanted 'rowwise', 'block' or None"
+        if self.fp8 and self.save_gathered:
+            return WHY_NOT_SAVED
         factor = self.capacity_factor
         if factor is None:
             return None
@@ -95,8 +102,11 @@ def through_experts(
         strict=way.strict,
         save_gathered=way.save_gathered,
         save_preactivation=way.save_preactivation,
+        quantize=way.fp8,
     )
-    return grouped_matmul_reduce_scatter(y, down, routing, topk_weights, group, strict=way.strict)
+    return grouped_matmul_reduce_scatter(
+        y, down, routing, topk_weights, group, strict=way.strict, quantize=way.fp8
+    )
 
 
 def why_not_shared(way: Way, num_experts: int, inner: int, ranks: int) -> str | None:

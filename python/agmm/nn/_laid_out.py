@@ -17,6 +17,7 @@ from agmm.nn import _divided
 from agmm.nn._ranks import Ranks, ascending
 from agmm.nn._summed_gradients import summed_gradients
 from agmm.nn._targets import Target
+from agmm.nn.packed_style import PackedColwiseParallel
 from agmm.nn.styles import SharedGatherParallel
 
 
@@ -136,6 +137,27 @@ class Several(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.styles))})"
+
+
+class UnpackedParts(ParallelStyle):
+    """A module in which a packed linear is taken apart; another style shards what it is made of.
+
+    Args:
+        name: the linear's, in the module.
+        style: how it is packed.
+    """
+
+    def __init__(self, name: str, style: PackedColwiseParallel) -> None:
+        super().__init__()
+        self.name = name
+        self.style = style
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        self.style.unpack(module.get_submodule(self.name), device_mesh, self.name)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.style.sizes!r})"
 
 
 class SummedGradients(ParallelStyle):

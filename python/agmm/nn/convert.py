@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +20,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
-from agmm.nn._gathers import Gather, gather_of
-from agmm.nn._laid_out import GatherOfInput, LaidOut, Several, SummedGradients
+from agmm.nn._gated_plan import Entry, merge_gates, shared_style, take_packed_gates_apart
+from agmm.nn._gathers import gather_of
+from agmm.nn._laid_out import LaidOut, SummedGradients
 from agmm.nn._ranks import group_of_mesh
 from agmm.nn._targets import Target
+from agmm.nn.packed_style import PackedColwiseParallel
 from agmm.nn.replicated import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel
 
@@ -49,21 +51,12 @@ _NAMED: dict[str, Callable[[], ParallelStyle | None]] = {
 other names have nothing: packed weights, experts, and a part of DeepSeek's attention."""
 
 _INSTEAD = {
-    "packed": "agmm.nn.UnpackedLinear in the place of the linear",
+    "packed": "agmm.nn.PackedColwiseParallel",
     "moe": "agmm.nn.ExpertParallel in a plan of your own",
     "ep": "agmm.nn.ExpertParallel in a plan of your own",
 }
 
 _KEPT = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
-
-
-class _Entry(NamedTuple):
-    """A module, by its name, with the style that the entry ``key`` of a plan gives it."""
-
-    key: str
-    name: str
-    module: torch.nn.Module
-    style: ParallelStyle
 
 
 def convert_plan(
@@ -99,6 +92,7 @@ def convert_plan(
     group_of_mesh(device_mesh)
     left: dict[str, str] = {}
     entries = _entries(module, plan, left)
+    take_packed_gates_apart(module, entries, device_mesh)
     found: dict[str, ParallelStyle] = {entry.name: entry.style for entry in entries.values()}
     seen: set[str] = set()
     # A linear belongs to the innermost module that gathers.
@@ -110,7 +104,7 @@ def convert_plan(
         if not columns:
             continue
         seen |= {name, *(one.name for one in columns)}
-        shared = _shared(entries, entries[name], gather, columns, device_mesh)
+        shared = shared_style(entries, entries[name], gather, columns, device_mesh)
         if isinstance(shared, str):
             left.setdefault(entries[name].key, shared)
             continue
@@ -124,6 +118,7 @@ def convert_plan(
                 left.setdefault(entry.key, style)
             else:
                 found[name] = style
+    merge_gates(module, found)
     if left:
         _say(left, strict)
     return found
@@ -142,9 +137,9 @@ def _say(left: dict[str, str], strict: bool) -> None:
 
 def _entries(
     module: torch.nn.Module, plan: Mapping[str, ParallelStyle | str], left: dict[str, str]
-) -> dict[str, _Entry]:
+) -> dict[str, Entry]:
     """Each module that the plan names, once; what names none goes to ``left``."""
-    found: dict[str, _Entry] = {}
+    found: dict[str, Entry] = {}
     for key, given in plan.items():
         style = _style(key, given)
         if style is None:
@@ -158,7 +153,7 @@ def _entries(
                     f"plan: {key!r}: found {name!r}, which {found[name].key!r} names too, wanted "
                     "one entry for each module"
                 )
-            found[name] = _Entry(key, name, one, style)
+            found[name] = Entry(key, name, one, style)
     return found
 
 
@@ -188,7 +183,7 @@ def _style(key: str, given: Any) -> ParallelStyle | None:
     return _NAMED[given]()
 
 
-def _columns_in(entries: dict[str, _Entry], name: str) -> list[_Entry]:
+def _columns_in(entries: dict[str, Entry], name: str) -> list[Entry]:
     """The linears in a module whose input is the same on all ranks, and whose outputs are
     sharded."""
     prefix = f"{name}." if name else ""
@@ -196,77 +191,18 @@ def _columns_in(entries: dict[str, _Entry], name: str) -> list[_Entry]:
         entry
         for entry in entries.values()
         if entry.name.startswith(prefix)
-        and type(entry.style) is ColwiseParallel
         and isinstance(entry.module, torch.nn.Linear)
-        and entry.style.input_layouts == (Replicate(),)
+        and _takes_all_rows(entry.style)
     ]
 
 
-def _shared(
-    entries: dict[str, _Entry],
-    holder: _Entry,
-    gather: Gather,
-    columns: list[_Entry],
-    mesh: DeviceMesh,
-) -> ParallelStyle | str:
-    """The style by which the linears of a module share a gather, or why there is none."""
-    if gather.why_not is not None:
-        return gather.why_not
-    styles: list[Any] = [one.style for one in columns]
-    local = {style.use_local_output for style in styles}
-    if len(local) > 1 or any(style.output_layouts != (_FEATURES,) for style in styles):
-        return "found column-wise linears with several layouts of outputs in it"
-    linears: list[Any] = [one.module for one in columns]
-    features = {linear.in_features for linear in linears}
-    if len(features) > 1:
-        return f"found column-wise linears of {sorted(features)} features in it, wanted one number"
-    own = len(holder.name) + 1 if holder.name else 0
-    shared = GatherOfInput(
-        *(one.name[own:] for one in columns),
-        sequence_dim=gather.dim,
-        use_local_output=local.pop(),
-    )
-    try:
-        targets = [
-            Target(shared, one.module, one.name).checked(mesh, "out_features", None)
-            for one in columns
-        ]
-    except InvalidArgument as error:
-        return str(error)
-    if any(target.fp8 != targets[0].fp8 for target in targets):
-        return "found column-wise linears of several fp8 recipes in it"
-    other = _other_taker(entries, holder, columns, features.pop())
-    if other is not None:
-        return f"found {other!r} in it, which may take the gathered input too"
-    return Several([*gather.beside, shared]) if gather.beside else shared
+def _takes_all_rows(style: Any) -> bool:
+    if type(style) is PackedColwiseParallel:
+        return style.sequence_dim is None
+    return type(style) is ColwiseParallel and style.input_layouts == (Replicate(),)
 
 
-def _other_taker(
-    entries: dict[str, _Entry], holder: _Entry, columns: list[_Entry], features: int
-) -> str | None:
-    """A module beside the column-wise linears that may take what they take, by its parameters'
-    sizes, as a router, or a norm that a module begins with."""
-    known = {one.name for one in columns}
-    prefix = f"{holder.name}." if holder.name else ""
-    for inner, module in holder.module.named_modules():
-        name = f"{prefix}{inner}".rstrip(".") if inner else holder.name
-        entry = entries.get(name)
-        if name in known or (entry is not None and _takes_features(entry.style)):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() and parameter.shape[-1] == features:
-                return name
-    return None
-
-
-def _takes_features(style: ParallelStyle) -> bool:
-    """Whether the style's input is sharded along its features, so that it is no gathered one."""
-    if type(style) is RowwiseParallel:
-        return style.input_layouts == (_FEATURES,)
-    return isinstance(style, (RowwiseScatterParallel, RowwiseAllReduceParallel))
-
-
-def _converted(entry: _Entry, mesh: DeviceMesh) -> ParallelStyle | str:
+def _converted(entry: Entry, mesh: DeviceMesh) -> ParallelStyle | str:
     """The style in the place of an entry's, or why it is torch's still."""
     style, kind = entry.style, type(entry.style)
     if kind in _KEPT or kind.__module__.partition(".")[0] == "agmm":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +80,7 @@ class ExpertParallel(ParallelStyle):
         use_local_output: return a tensor, not a DTensor sharded along the tokens.
         save_gathered: see `agmm.all_gather_grouped_matmul`.
         save_preactivation: see `agmm.all_gather_grouped_matmul`.
+        fp8: see `Experts`.
     """
 
     def __init__(
@@ -91,12 +92,18 @@ class ExpertParallel(ParallelStyle):
         use_local_output: bool = True,
         save_gathered: bool = False,
         save_preactivation: bool = True,
+        fp8: Literal["rowwise", "block"] | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.use_local_output = use_local_output
         self.way = Way(
-            sliced, activation or "silu_mul", capacity_factor, save_gathered, save_preactivation
+            sliced,
+            activation or "silu_mul",
+            capacity_factor,
+            save_gathered,
+            save_preactivation,
+            fp8=fp8,
         )
         fault = self.way.why_not()
         if fault is not None:
@@ -116,7 +123,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(sliced={self.way.sliced})"
+        return f"{type(self).__name__}(sliced={self.way.sliced}, fp8={self.way.fp8})"
 
 
 class _Served(NamedTuple):

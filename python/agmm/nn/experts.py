@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class Experts(ShardedModule):
         save_gathered: see `agmm.all_gather_grouped_matmul`.
         save_preactivation: see `agmm.all_gather_grouped_matmul`.
         strict: see `agmm.all_gather_grouped_matmul`.
+        fp8: quantise the operands of the forward, ``"rowwise"`` or ``"block"``, as ``quantize`` of
+            `agmm.all_gather_grouped_matmul`. The backward has them as they are.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -78,12 +80,13 @@ class Experts(ShardedModule):
         save_gathered: bool = False,
         save_preactivation: bool = True,
         strict: bool = False,
+        fp8: Literal["rowwise", "block"] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, device_mesh)
         self.way = Way(
-            sliced, activation, capacity_factor, save_gathered, save_preactivation, strict
+            sliced, activation, capacity_factor, save_gathered, save_preactivation, strict, fp8
         )
         self.hidden_features, self.inner_features = hidden_features, inner_features
         self.num_experts = num_experts
@@ -203,5 +206,5 @@ class Experts(ShardedModule):
         return (
             f"hidden_features={self.hidden_features}, inner_features={self.inner_features}, "
             f"num_experts={self.num_experts}, sliced={self.way.sliced}, "
-            f"activation={self.way.activation}, world_size={self._world_size}"
+            f"activation={self.way.activation}, fp8={self.way.fp8}, world_size={self._world_size}"
         )

@@ -264,7 +264,7 @@ def clip_grad_norm_(
         if grad is None:
             continue
         parts.append(local_values(grad))
-        whole = _without_partial(grad)
+        whole = _own_part(grad, parameter)
         if whole.numel():
             own.append(whole)
     device = local_values(parameters[0][0]).device
@@ -325,12 +325,20 @@ def _sharers_of(tensor: torch.Tensor) -> tuple[_Sharers, ...]:
     )
 
 
-def _without_partial(grad: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of the gradient, summed over the ranks where it is not yet."""
-    if isinstance(grad, DTensor) and any(placed.is_partial() for placed in grad.placements):
-        placements = [Replicate() if p.is_partial() else p for p in grad.placements]
-        check_movable(grad)
-        grad = grad.redistribute(placements=placements)
+def _own_part(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the gradient, summed over the ranks where it is not yet, and cut as the
+    parameter is where all ranks have the whole of it, as torch's row-wise embedding leaves it."""
+    if isinstance(grad, DTensor):
+        like = parameter.placements if isinstance(parameter, DTensor) else grad.placements
+        placements = [
+            (Replicate() if of_parameter.is_partial() else of_parameter)
+            if of_grad.is_partial() or of_grad.is_replicate()
+            else of_grad
+            for of_grad, of_parameter in zip(grad.placements, like, strict=True)
+        ]
+        if placements != list(grad.placements):
+            check_movable(grad)
+            grad = grad.redistribute(placements=placements)
     return local_values(grad)
 
 

@@ -11,15 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.nn._fp8 import gather_products, quantised_gate
+from agmm.nn._gated_form import has_hooks
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.checks import needs_gradient
 from agmm.runtime.epilogues import GATED, GatedActivation
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class GatedMLP(torch.nn.Module):
@@ -124,7 +121,7 @@ class GatedMLP(torch.nn.Module):
         recipe = gate.fp8
         given = recipe, x, weights, biases, gate.ranks.own_name
         of_gate: dict[str, Any] = {"activation": self.activation, "strict": gate.strict}
-        is_plain = type(down) is RowParallelLinear and not _has_hooks(down)
+        is_plain = type(down) is RowParallelLinear and not has_hooks(down)
         wants_gradient = needs_gradient(x, *weights, *biases, *down.parameters())
         if recipe.quantises_gates and is_plain and not wants_gradient:
             return down.of_quantised(quantised_gate(*given, **of_gate), x)

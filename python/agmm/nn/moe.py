@@ -43,6 +43,7 @@ class MoE(torch.nn.Module):
         save_gathered: see `agmm.all_gather_grouped_matmul`.
         save_preactivation: see `agmm.all_gather_grouped_matmul`.
         strict: see `agmm.all_gather_grouped_matmul`.
+        fp8: see `Experts`; the shared expert is not quantised.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -78,6 +79,7 @@ class MoE(torch.nn.Module):
         save_gathered: bool = False,
         save_preactivation: bool = True,
         strict: bool = False,
+        fp8: Literal["rowwise", "block"] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class MoE(torch.nn.Module):
             num_experts,
             sliced=sliced,
             capacity_factor=capacity_factor,
+            fp8=fp8,
             **where,
         )
         self.shared_expert = None

@@ -67,6 +67,20 @@ class UnpackedLinear(torch.nn.Module):
         }
         self.train(linear.training)
 
+    @classmethod
+    def in_place_of(cls, linear: torch.nn.Linear, sizes: Sequence[int]) -> UnpackedLinear:
+        """Makes the packed linear itself, wherever a model holds it, the one that this class would
+        make of it.
+
+        Raises:
+            InvalidArgument: what the class refuses; nothing is changed then.
+        """
+        made = cls(linear, sizes)
+        linear.__class__ = cls  # type: ignore[assignment]
+        linear.__dict__.clear()
+        linear.__dict__.update(made.__dict__)
+        return linear  # type: ignore[return-value]
+
     def _pieces(self, name: str) -> tuple[str, ...]:
         return tuple(f"{i}.{name}" for i in range(len(self.sizes)))
 

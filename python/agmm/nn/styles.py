@@ -6,88 +6,27 @@ forward into agmm's ops.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from agmm.errors import InvalidArgument, warn_once
+from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._divided import Divided, note
-from agmm.nn._filled import filled_shard, filled_up, own_rows_of
-from agmm.nn._fp8 import gather_products, scatter_product
+from agmm.nn._filled import filled_up, own_rows_of
+from agmm.nn._fp8 import scatter_product
 from agmm.nn._ranks import Ranks
 from agmm.nn._shared import SharedOutputs
-from agmm.nn._stand_in import StandIn, show_whole_shape
+from agmm.nn._stand_in import show_whole_shape
 from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target, local, named, wanted_output
 from agmm.nn.fp8_recipe import Fp8Recipe
-from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.nn.gathered import gathered_products
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-
-
-def _gathered_products(
-    targets: Sequence[Target], style: _GatherStyle, ranks: Ranks, x: torch.Tensor
-) -> list[torch.Tensor]:
-    dim, is_sized = style.sequence_dim, False
-    if isinstance(x, StandIn):
-        if x.sequence_dim != dim % x.dim():  # A trace with dynamic shapes wants a constant.
-            dim = x.sequence_dim
-        is_sized, x = x.asked, x.shard
-    targets[0].check_operand(x)
-    operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
-    weights, biases = zip(*operands, strict=True)
-    for target, weight in zip(targets, weights, strict=True):
-        target.check_input(x, weight, dim, weight.shape[0])
-    _hint_at_gathered(targets[0], ranks, x, dim)
-    # The fused path gathers along dimension 0.
-    shard, rows, length = local(x, Shard(dim)), None, None
-    if isinstance(x, DTensor) and x.shape[dim] % ranks.size:  # Only a DTensor knows the whole.
-        length = x.shape[dim]
-        targets[0].fill_up(length, dim, ranks.size, style.strict)
-    if is_sized and math.prod(shard.shape[:dim]) > 1:
-        rows = shard.shape[:-1]
-        shard = shard.flatten(0, -2).contiguous()
-    else:
-        shard = shard.movedim(dim, 0)
-        if length is not None:
-            shard = filled_shard(shard, length, ranks.size)
-        shard = shard.contiguous()
-    if targets[0].fp8 is not None:
-        outs = gather_products(
-            targets[0].fp8, shard, weights, biases, ranks.own_name, strict=style.strict
-        )
-    else:
-        outs = all_gather_matmul(
-            shard,
-            list(weights),
-            ranks.for_ops,
-            bias=list(biases),
-            save_gathered=style.save_gathered,
-            strict=style.strict,
-        )
-    if rows is None:
-        outs = [out[:length].movedim(0, dim) for out in outs]
-    else:  # The module may call view, for which the copy is contiguous.
-        parts = [out.unflatten(0, (ranks.size, *rows)) for out in outs]
-        outs = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
-    return [wanted_output(style, ranks, out, Shard(out.dim() - 1)) for out in outs]
-
-
-def _hint_at_gathered(target: Target, ranks: Ranks, x: torch.Tensor, dim: int) -> None:
-    """Warns of an input that was gathered before: a shard of it is about to be gathered again."""
-    if not isinstance(x, DTensor) or ranks.size == 1 or torch.compiler.is_compiling():
-        return
-    if x.placements == (Replicate(),):
-        fault = target.fault(
-            f"x: found {x.placements}, wanted {(Shard(dim),)}: it was gathered before, and is "
-            "gathered again; leave out the PrepareModuleInput of its module"
-        )
-        warn_once(str(fault))
 
 
 class _GatherStyle(ParallelStyle):
@@ -139,7 +78,7 @@ class GatherColwiseParallel(_GatherStyle):
 def _gathered_product(
     target: Target, style: _GatherStyle, ranks: Ranks, x: torch.Tensor
 ) -> torch.Tensor:
-    return _gathered_products([target], style, ranks, x)[0]
+    return gathered_products([target], style, ranks, x)[0]
 
 
 class SharedGatherParallel(_GatherStyle):
@@ -171,25 +110,36 @@ class SharedGatherParallel(_GatherStyle):
         self.names = names
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        targets = []
-        for name in self.names:
+        self._share(module, self._targets_in(module, self.names, device_mesh), device_mesh)
+        return module
+
+    def _targets_in(
+        self, module: torch.nn.Module, names: Sequence[str], mesh: DeviceMesh
+    ) -> list[Target]:
+        """The linears of these names, none of which is changed yet."""
+        targets: list[Target] = []
+        for name in names:
             try:
                 linear = module.get_submodule(name)
             except AttributeError:
                 raise InvalidArgument(
-                    f"SharedGatherParallel on {type(module).__name__}: found no {name!r} in it, "
+                    f"{type(self).__name__} on {type(module).__name__}: found no {name!r} in it, "
                     "wanted the names of its torch.nn.Linear modules"
                 ) from None
             target = Target(self, linear, f"{type(module).__name__}.{name}")
-            targets.append(self._checked(target, device_mesh))
+            targets.append(self._checked(target, mesh))
             if targets[-1].fp8 != targets[0].fp8:
                 raise target.fault(
                     f"fp8: found {named(targets[-1].fp8)}, wanted {named(targets[0].fp8)} as "
                     f"{targets[0].name!r}: one gather has one recipe"
                 )
-        for target in targets:  # none is changed where one can't be
-            target.distribute(device_mesh, BY_OUTPUTS)
-        ranks = Ranks(device_mesh, None)
+        return targets
+
+    def _share(self, module: torch.nn.Module, targets: list[Target], mesh: DeviceMesh) -> Ranks:
+        """Has the linears share one gather in each forward of the module."""
+        for target in targets:
+            target.distribute(mesh, BY_OUTPUTS)
+        ranks = Ranks(mesh, None)
         shared = SharedOutputs(
             [target.module for target in targets], partial(_products_of, targets, self, ranks)
         )
@@ -200,7 +150,7 @@ class SharedGatherParallel(_GatherStyle):
             show_whole_shape(module, shared.linears, self.sequence_dim, ranks.size)
         module.register_forward_pre_hook(shared.begin)
         module.register_forward_hook(shared.end, always_call=True)
-        return module
+        return ranks
 
 
 def _products_of(
@@ -210,7 +160,7 @@ def _products_of(
     x: torch.Tensor,
     indices: Sequence[int],
 ) -> list[torch.Tensor]:
-    return _gathered_products([targets[i] for i in indices], style, ranks, x)
+    return gathered_products([targets[i] for i in indices], style, ranks, x)
 
 
 class RowwiseScatterParallel(ParallelStyle):

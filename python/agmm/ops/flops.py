@@ -75,6 +75,23 @@ def _grouped_scatter(ys: _Shapes, weights: _Shapes, *_: Any, **__: Any) -> int:
     return sum(2 * y[0] * prod(w[1:]) for y, w in zip(ys, weights, strict=True))
 
 
+def _scaled_grouped_gather(
+    x: _Shape,
+    scale: _Shape,
+    weights: _Shapes,
+    scales: Any,
+    biases: Any,
+    tokens: _Shape,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return _grouped_gather(x, weights, biases, tokens)
+
+
+def _scaled_grouped_scatter(y: _Shape, scale: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
+    return _grouped_scatter([y], [weight])
+
+
 def _grouped_grad(rows: _Shape, douts: _Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(rows) * douts[1]
 
@@ -84,6 +101,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_all_gather_matmul": _gathered,
     "_all_gather_packed_matmul": _packed_gathered,
     "_all_gather_scaled_matmul": _scaled_gathered,
+    "_all_gather_scaled_grouped_matmul": _scaled_grouped_gather,
     "_async_input_mm": _waiting_product,
     "_async_input_scaled_mm": _scaled_waiting_product,
     "_grouped_grad_of_weight": _grouped_grad,
@@ -91,6 +109,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_matmul_all_reduce": _product,
     "_matmul_all_reduce_rms_norm": _product,
     "_matmul_reduce_scatter": _products,
+    "_scaled_grouped_matmul_reduce_scatter": _scaled_grouped_scatter,
     "_scaled_matmul": _scaled_product,
     "_scaled_matmul_all_reduce": _product,
     "_scaled_matmul_reduce_scatter": _products,

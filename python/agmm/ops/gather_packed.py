@@ -186,7 +186,7 @@ class _PackedGather(GatherCall):
         if self.device.type == "cpu":
             return super().route()
         if self.group.size() == 1:
-            return Route(LIBRARY)
+            return Route(GATHER, lasts=False)  # the group's backend need not take GPU tensors
         reason = small_collectives.why_not(
             "all_gather", self.values, self.group, strict=self.strict
         )
@@ -227,6 +227,9 @@ class _PackedGather(GatherCall):
         )
 
     def ready_behind_gather(self, _: Sequence[Any]) -> Ready:
+        if self.group.size() == 1:
+            A = self.shard.clone() if self.settings.return_A else self.shard
+            return lambda: self._products(A)
         gather = small_collectives.prepare_gather(self.shard, self.group)
         return lambda: self._products(gather(self.shard))
 

@@ -4,7 +4,8 @@ With ``y = all_gather(x)[tokens] @ W``, each row by its expert's matrix:
 ``dx = reduce_scatter(sum of the rows of dy @ Wᵀ of each token)`` and ``dW = rowsᵀ @ dy``.
 With ``out = reduce_scatter(sum of p * (y @ W + b) over the rows of each token)``, p the router's
 weight of the row, and ``d = all_gather(dout)[tokens]``: ``dy = p * (d @ Wᵀ)``,
-``dW = yᵀ @ (p * d)`` and ``dp = y · (d @ Wᵀ) + d · b``.
+``dW = yᵀ @ (p * d)`` and ``dp = y · (d @ Wᵀ) + d · b``. Where the forward quantises its operands,
+these are the gradients for the operands as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from agmm.ops import grouped_gather, grouped_scatter
+from agmm.ops import grouped_gather, grouped_quantize, grouped_scatter
 from agmm.ops.activation_gradients import gradients
 from agmm.ops.checks import needs_gradient
 from agmm.ops.grouped_products import rows_at
@@ -297,7 +298,7 @@ define(
     "_all_gather_grouped_matmul",
     grouped_gather.Arguments,
     "(Tensor gathered, Tensor[] outs)",
-    run=grouped_gather.run,
+    run=lambda call: grouped_quantize.gather(call) if call.quantize else grouped_gather.run(call),
     fake=grouped_gather.fake,
 )
 library.impl("_all_gather_grouped_matmul", _gather, "Autograd")
@@ -305,7 +306,7 @@ define(
     "_grouped_matmul_reduce_scatter",
     grouped_scatter.Arguments,
     "Tensor",
-    run=grouped_scatter.run,
+    run=lambda call: grouped_quantize.scatter(call) if call.quantize else grouped_scatter.run(call),
     fake=grouped_scatter.fake,
 )
 library.impl("_grouped_matmul_reduce_scatter", _scatter, "Autograd")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import grouped_kernel, small_collectives
-from agmm.ops.grouped_products import product_on_gpu, products
 from agmm.runtime import capabilities, nan_check, symmetric
 from agmm.runtime.cuda_calls import TMA_ALIGNMENT
 from agmm.runtime.cuda_dispatch import Dispatched, RowsOfExperts
@@ -43,32 +42,44 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def why_not_dispatched(
-    x: torch.Tensor, counts: Sequence[int], positions: torch.Tensor, experts: int, capacity: int
+    row: tuple[int, int],
+    counts: Sequence[int],
+    positions: torch.Tensor,
+    experts: int,
+    capacity: int,
 ) -> str | None:
-    """The reason why no dispatch brings rows of ``x``, or None; the same on all ranks."""
-    row_bytes, most = x.shape[1] * x.element_size(), max(sum(counts), x.shape[1])
+    """The reason why no dispatch brings rows of tokens, or None; the same on all ranks.
+
+    Args:
+        row: the columns and the bytes of a row.
+    """
+    columns, row_bytes = row
     if row_bytes % TMA_ALIGNMENT:
         return f"x: found rows of {row_bytes} bytes, wanted a multiple of {TMA_ALIGNMENT}"
+    most = max(sum(counts), columns)
     return _why_not_moved(most, positions.shape[1], experts, capacity)
 
 
 def why_not_combined(
-    ys: Sequence[torch.Tensor],
-    columns: int,
-    counts: Sequence[int],
-    positions: torch.Tensor,
-    experts: int,
+    summed: Leaving, size: tuple[int, int], counts: Sequence[int], positions: torch.Tensor
 ) -> str | None:
-    """The reason why no kernel adds up the products of ``ys``, or None; the same on all ranks."""
-    dtype, row_bytes = ys[0].dtype, columns * ys[0].element_size()
+    """The reason why no kernel adds up products, or None; the same on all ranks.
+
+    Args:
+        size: the rows and columns of a product.
+    """
+    (capacity, columns), dtype = size, summed.dtype
+    row_bytes = columns * dtype.itemsize
     if dtype not in small_collectives.SUMMED:
         return f"y: found dtype {dtype}, wanted {', '.join(map(str, small_collectives.SUMMED))}"
-    if len(ys) > _core.MOST_COMBINED_PARTS:
-        return f"y: found {len(ys)} products, wanted at most {_core.MOST_COMBINED_PARTS}"
+    if len(summed.weights) > _core.MOST_COMBINED_PARTS:
+        return (
+            f"y: found {len(summed.weights)} products, wanted at most {_core.MOST_COMBINED_PARTS}"
+        )
     if row_bytes % TMA_ALIGNMENT:
         return f"weights: found rows of {row_bytes} bytes, wanted a multiple of {TMA_ALIGNMENT}"
-    most = max(sum(counts), columns)
-    return _why_not_moved(most, positions.shape[1], experts, ys[0].shape[0])
+    most, experts = max(sum(counts), columns), summed.weights[0].shape[0]
+    return _why_not_moved(most, positions.shape[1], experts, capacity)
 
 
 def _why_not_moved(most: int, choices: int, experts: int, capacity: int) -> str | None:
@@ -81,12 +92,25 @@ def _why_not_moved(most: int, choices: int, experts: int, capacity: int) -> str 
     return None
 
 
-class Multiplied(NamedTuple):
-    """What is made of the rows that a dispatch brings."""
+class Made(Protocol):
+    """What is made of the rows that a dispatch brings, as `grouped_products.Multiplied`."""
 
-    weights: Sequence[torch.Tensor]
-    biases: Sequence[torch.Tensor | None]
-    epilogue: Epilogue | None
+    def products(self, rows: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]: ...
+    def matmuls(self, rows: torch.Tensor) -> tuple[list[grouped_kernel.Described], bool] | None: ...
+
+    @property
+    def epilogue(self) -> Epilogue | None: ...
+
+
+class Leaving(Protocol):
+    """The products that leave a rank, as `grouped_products.Summed`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def weights(self) -> Sequence[torch.Tensor]: ...
+    def on_gpu(self, offsets: torch.Tensor) -> list[torch.Tensor]: ...
+    def matmuls(self) -> list[grouped_kernel.OfRows] | None: ...
 
 
 def dispatched(
@@ -94,7 +118,7 @@ def dispatched(
     counts: Sequence[int],
     x: torch.Tensor,
     wanted: RowsOfExperts,
-    made: Multiplied,
+    made: Made,
     *,
     gathers: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
@@ -112,12 +136,11 @@ def dispatched(
         x.new_empty(sum(counts), x.shape[1]) if gathers else None,
         wanted.tokens.new_empty(2, len(counts) * experts),
     )
-    plan = matmuls_of(room.rows, made)
+    plan = made.matmuls(room.rows)
     workspace = dispatch_workspace(group, x.device)
     if plan is None:
         workspace.dispatch(x, counts, wanted, room)
-        outs = products(room.rows, made.weights, made.biases, wanted.offsets, made.epilogue)
-        return room.gathered, outs
+        return room.gathered, made.products(room.rows, wanted.offsets)
     calls, is_composed = plan
     workspace.dispatch(x, counts, wanted, room, [call.arguments for call in calls])
     outs = [call.out for call in calls]
@@ -129,66 +152,35 @@ def dispatched(
 def combined(
     group: dist.ProcessGroup,
     counts: Sequence[int],
-    ys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
+    summed: Leaving,
     wanted: RowsOfExperts,
     router: torch.Tensor | None,
-    held: int,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """The sums of the products of each of this rank's tokens on all ranks, [held, N]. Collective.
+    """Write the sums of the products of each of this rank's tokens on all ranks to ``out``
+    [tokens of this rank, N], and return it. Collective.
 
     Args:
-        bias: of the first product.
-        router: [held, choices] or None for 1.
+        router: [tokens of this rank, choices] or None for 1.
 
     Raises:
         Unsupported: the GPUs of the group do not reach each other; all ranks raise.
     """
     wanted = RowsOfExperts(*(one.to(torch.int32).contiguous() for one in wanted))
     factors = None if router is None else router.float().contiguous()
-    out = ys[0].new_empty(held, weights[0].shape[2])
     workspace = combine_workspace(group, out.device)
-    biases = [bias, *[None] * (len(ys) - 1)]
-    calls = []
-    for y, weight, added in zip(ys, weights, biases, strict=True):
-        config = None if nan_check.active else grouped_kernel.config_of(y, [weight])
-        if config is None:
-            break
-        call = grouped_kernel.described(config, y, [weight], [added], None, has_out=False)
-        calls.append((call, y.data_ptr(), y.stride(0)))
-    if len(calls) == len(ys):
-        matmuls = [(call.arguments, *at) for call, *at in calls]
+    calls = None if nan_check.active else summed.matmuls()
+    if calls is not None:
+        matmuls = [(call.arguments, y.data_ptr(), y.stride(0), scales) for call, y, scales in calls]
         workspace.combine(out, counts, wanted, factors, (), matmuls)
         return out
-    rows = [
-        product_on_gpu(y, weight, added, wanted.offsets).contiguous()
-        for y, weight, added in zip(ys, weights, biases, strict=True)
-    ]
+    rows = summed.on_gpu(wanted.offsets)
     if nan_check.active:
         for one in rows:
             name = "grouped_matmul_reduce_scatter", "y @ weights"
             nan_check.look_through(*name, one, workspace.rank)
     workspace.combine(out, counts, wanted, factors, rows)
     return out
-
-
-def matmuls_of(
-    rows: torch.Tensor, made: Multiplied
-) -> tuple[list[grouped_kernel.Described], bool] | None:
-    """The calls of kernels that multiply the rows, and whether the epilogue is still to be composed
-    behind them; None where not all have a kernel."""
-    weights, biases, epilogue = made
-    config = grouped_kernel.gated_config(rows, weights, epilogue)
-    if config is not None:
-        return [grouped_kernel.described(config, rows, weights, biases, epilogue)], False
-    calls = []
-    for weight, bias in zip(weights, biases, strict=True):
-        config = grouped_kernel.config_of(rows, [weight])
-        if config is None:
-            return None
-        calls.append(grouped_kernel.described(config, rows, [weight], [bias], None))
-    return calls, True
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,12 @@ from agmm.ops.checks import (
 from agmm.ops.grouped import GroupedCall
 from agmm.ops.grouped_checks import (
     check_bias_of_experts,
+    check_quantize,
     check_routing,
     check_weights_of_experts,
 )
-from agmm.ops.grouped_dispatch import Multiplied, dispatched, why_not_dispatched
-from agmm.ops.grouped_products import products, rows_at
+from agmm.ops.grouped_dispatch import Made, dispatched, why_not_dispatched
+from agmm.ops.grouped_products import Multiplied, rows_at
 from agmm.ops.pipeline import Ready, Route, serve
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -53,6 +54,8 @@ class Arguments(NamedTuple):
     save_preactivation: bool = False
     """Whether the products with their biases are results too, behind those that the activation
     makes of them."""
+    quantize: str = ""
+    """The kind of the scales with which x and the weights are quantised for the forward."""
 
     @property
     def epilogue(self) -> Epilogue | None:
@@ -69,6 +72,7 @@ def check(call: Arguments) -> None:
     check_operand("x", x)
     check_matrix("x", x)
     check_dtype("x", x, FLOATS)
+    check_quantize(call.quantize, "x", x)
     check_listed("weights", weights, " weight")
     check_count("bias", call.biases, len(weights), "weights")
     check_routing(call.tokens, call.offsets, call.positions, ("x", call.x))
@@ -95,6 +99,10 @@ class GroupedGather(GroupedCall[Found]):
 
     def check(self) -> None:
         check(self._call)
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Refuses numbers of tokens that do not fit each other, and sets `counts`."""
         self.check_tokens("x", self._call.x)
         check_total(self.counts, self._call.positions)
 
@@ -114,10 +122,23 @@ class GroupedGather(GroupedCall[Found]):
     def sent_columns(self) -> int:
         return self._call.x.shape[1]
 
+    def sent(self) -> torch.Tensor:
+        """The rows that travel."""
+        return self._call.x.detach()
+
+    def row_bytes(self) -> int:
+        """The bytes of a row that travels."""
+        return self._call.x.shape[1] * self._call.x.element_size()
+
+    def made(self) -> Made:
+        """What is made of the rows."""
+        return Multiplied(self._call.weights, self._call.biases, self._call.epilogue)
+
     def why_no_kernel(self) -> str | None:
         call = self._call
         experts, capacity = call.offsets.shape[0] - 1, call.tokens.shape[0]
-        return why_not_dispatched(call.x, self.counts, call.positions, experts, capacity)
+        row = self.sent_columns(), self.row_bytes()
+        return why_not_dispatched(row, self.counts, call.positions, experts, capacity)
 
     def prepare(self, route: Route) -> Ready:
         if self.device.type == "cpu" or self.group.size() == 1:
@@ -129,9 +150,9 @@ class GroupedGather(GroupedCall[Found]):
         gathered, outs = dispatched(
             self.group,
             self.counts,
-            call.x.detach(),
+            self.sent(),
             RowsOfExperts(call.tokens, call.offsets, call.positions),
-            Multiplied(call.weights, call.biases, call.epilogue),
+            self.made(),
             gathers=call.return_gathered,
         )
         return call.x.new_empty(0) if gathered is None else gathered, outs
@@ -142,9 +163,8 @@ class GroupedGather(GroupedCall[Found]):
 
     def compute(self, exchange: Exchange) -> Found:
         call = self._call
-        gathered = exchange.gather(call.x.detach())
-        rows = rows_at(gathered, call.tokens)
-        outs = products(rows, call.weights, call.biases, call.offsets, call.epilogue)
+        gathered = exchange.gather(self.sent())
+        outs = self.made().products(rows_at(gathered, call.tokens), call.offsets)
         return gathered if call.return_gathered else call.x.new_empty(0), outs
 
 

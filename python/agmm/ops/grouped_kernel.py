@@ -15,7 +15,12 @@ from agmm.runtime.cuda_calls import TMA_ALIGNMENT, bias_pointer
 from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.streams import stream_of
 
-_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
+_FP8 = torch.float8_e4m3fn
+_DTYPES = {
+    torch.bfloat16: _core.DType.bfloat16,
+    torch.float16: _core.DType.float16,
+    _FP8: _core.DType.float8_e4m3fn_float8_e4m3fn,
+}
 
 
 _LEAST_TILE, _MOST_BLOCKS = 64, 2**30 - 1
@@ -29,6 +34,29 @@ class _Layout(NamedTuple):
     column_major: bool
     leading: int
     expert_stride: int
+
+
+_ScalesOfWeight = tuple[int, int, int, int, int]
+_ScalesOfRows = tuple[int, int, int]
+_NO_SCALES: _ScalesOfWeight = (0, 0, 0, 0, 1)
+_NO_SCALES_OF_ROWS: _ScalesOfRows = (0, 0, 0)
+
+
+def scales_of_weight(scale: torch.Tensor, columns: int) -> _ScalesOfWeight:
+    """The scales of an fp8 weight as the core takes them.
+
+    Args:
+        scale: float32 [experts, K's, N's].
+        columns: how many columns a scale is of: 1, and all of K, or the size of a scale block.
+    """
+    by_expert, by_k, by_n = scale.stride()
+    return scale.data_ptr(), by_expert, 0 if columns == 1 else by_k, by_n, columns
+
+
+def scales_of_rows(scale: torch.Tensor) -> _ScalesOfRows:
+    """The scales of fp8 rows, float32 [rows, K's], as the core takes them."""
+    by_row, by_k = scale.stride()
+    return scale.data_ptr(), by_row, by_k if scale.shape[1] > 1 else 0
 
 
 class Arrival(NamedTuple):
@@ -46,8 +74,14 @@ class Arrival(NamedTuple):
     """This rank, for the message of a wait that passes its limit."""
 
 
+def _alignment(operand: torch.Tensor) -> int:
+    """The number of elements of which strides and K are multiples."""
+    return _core.FP8_ALIGNMENT if operand.dtype == _FP8 else _core.ALIGNMENT
+
+
 def _layout(weight: torch.Tensor) -> _Layout | None:
     """The layout of a weight [experts, K, N], or None where the kernel does not take it."""
+    alignment = _alignment(weight)
     experts, k, n = weight.shape
     of_expert, by_k, by_n = weight.stride()
     if experts == 1:
@@ -58,7 +92,7 @@ def _layout(weight: torch.Tensor) -> _Layout | None:
         found = _Layout(False, by_k, of_expert)
     else:
         return None
-    is_aligned = found.leading % _core.ALIGNMENT == of_expert % _core.ALIGNMENT == 0
+    is_aligned = found.leading % alignment == of_expert % alignment == 0
     return found if is_aligned and of_expert > 0 else None
 
 
@@ -81,9 +115,11 @@ def config_of(
     blocks = experts * -(-capacity // _LEAST_TILE) * -(-n // _LEAST_TILE)
     if max(capacity, k, n) > _core.MAX_SIZE or blocks > _MOST_BLOCKS:
         return None
-    if k % _core.ALIGNMENT or n % _core.ALIGNMENT or not _takes_rows(rows):
+    if k % _alignment(rows) or n % _core.ALIGNMENT or not _takes_rows(rows):
         return None
     if any(weight.data_ptr() % TMA_ALIGNMENT for weight in weights):
+        return None
+    if any(weight.dtype != rows.dtype for weight in weights):
         return None
     layouts = {layout and layout.column_major for layout in map(_layout, weights)}
     if None in layouts or len(layouts) > 1:
@@ -96,7 +132,7 @@ def config_of(
 def _takes_rows(rows: torch.Tensor) -> bool:
     by_row, by_column = rows.stride()
     is_row_major = by_column == 1 and by_row >= rows.shape[1]
-    return is_row_major and by_row % _core.ALIGNMENT == 0 and rows.data_ptr() % TMA_ALIGNMENT == 0
+    return is_row_major and by_row % _alignment(rows) == 0 and rows.data_ptr() % TMA_ALIGNMENT == 0
 
 
 class Described(NamedTuple):
@@ -110,6 +146,14 @@ class Described(NamedTuple):
     """The tensors that the call reads and nobody else may hold."""
 
 
+class OfRows(NamedTuple):
+    """A call of the kernel with its rows."""
+
+    call: Described
+    rows: torch.Tensor
+    scales: _ScalesOfRows = _NO_SCALES_OF_ROWS
+
+
 def described(
     config: _core.KernelConfig,
     rows: torch.Tensor,
@@ -118,22 +162,27 @@ def described(
     epilogue: Epilogue | None,
     *,
     has_out: bool = True,
+    scales: Sequence[_ScalesOfWeight] = (),
 ) -> Described:
     """The call of the kernel that `config_of` found for the operands.
 
     Args:
         has_out: False where the result has a place elsewhere; then `Described.out` is empty.
+        scales: of each weight in fp8, as `scales_of_weight` says.
     """
     experts, k, n = weights[0].shape
     held: list[torch.Tensor] = []
     given, column_major = [], False
-    for weight, bias in zip(weights, biases, strict=True):
+    of_each = scales or [_NO_SCALES] * len(weights)
+    for weight, bias, scale in zip(weights, biases, of_each, strict=True):
         layout = _layout(weight)
         assert layout is not None
         column_major = layout.column_major
         address = bias_pointer(bias, held)
-        given.append((weight.data_ptr(), layout.leading, layout.expert_stride, address))
-    out = rows.new_empty(rows.shape[0] if has_out else 0, n)
+        of_matrix = layout.leading, layout.expert_stride
+        given.append((weight.data_ptr(), *of_matrix, address, scale))
+    dtype = torch.bfloat16 if rows.dtype == _FP8 else rows.dtype
+    out = rows.new_empty(rows.shape[0] if has_out else 0, n, dtype=dtype)
     activation = "" if epilogue is None else epilogue.activation
     sizes = (rows.shape[0], n, k, experts)
     arguments = config, _DTYPES[rows.dtype], column_major, activation, sizes, given, out.data_ptr()
@@ -160,7 +209,26 @@ def run(
         sm_count: the most CTAs of the launch; 0 for all that there is room for.
         arrival: None where all rows are there.
     """
-    call, ends = described(config, rows, weights, biases, epilogue), _int32(offsets)
+    call = described(config, rows, weights, biases, epilogue)
+    return launch(call, rows, offsets, sm_count=sm_count, arrival=arrival)
+
+
+def launch(
+    call: Described,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    sm_count: int = 0,
+    arrival: Arrival | None = None,
+    scales: _ScalesOfRows = _NO_SCALES_OF_ROWS,
+) -> torch.Tensor:
+    """The result of a described call.
+
+    Args:
+        offsets, sm_count, arrival: as for `run`.
+        scales: of rows in fp8, as `scales_of_rows` says.
+    """
+    ends = _int32(offsets)
     config, dtype, column_major, activation, sizes, given, address = call.arguments
     with torch.cuda.device(rows.device):
         _core.grouped_matmul(
@@ -185,6 +253,7 @@ def run(
                 arrival.first_source,
                 arrival.rank,
             ),
+            scales,
         )
     return call.out
 

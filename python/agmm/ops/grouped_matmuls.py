@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import grouped_autograd  # noqa: F401  # defines the ops
-from agmm.ops.checks import check_flag, check_listed, check_operand
-from agmm.ops.grouped_checks import check_stack
+from agmm.ops.checks import check_listed, check_operand
+from agmm.ops.grouped_checks import check_flags, check_not_gathered, check_stack, listed_biases
+from agmm.ops.grouped_scales import asked_scales
 from agmm.ops.operands import autocast
 from agmm.ops.routing import Routing, route
 from agmm.runtime import groups
@@ -35,6 +36,11 @@ def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing]: ...
 @overload
 def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
@@ -52,6 +58,11 @@ def all_gather_grouped_matmul(  # type: ignore[overload-overlap]
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -69,6 +80,11 @@ def all_gather_grouped_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -86,6 +102,11 @@ def all_gather_grouped_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[torch.Tensor, Routing, torch.Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -103,6 +124,11 @@ def all_gather_grouped_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[list[torch.Tensor], Routing]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -120,6 +146,11 @@ def all_gather_grouped_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     save_preactivation: bool = ...,
+    scale_a: torch.Tensor | None = ...,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    use_fast_accum: bool = ...,
+    quantize: Literal["rowwise", "block"] | None = ...,
 ) -> tuple[list[torch.Tensor], Routing, torch.Tensor]: ...
 def all_gather_grouped_matmul(
     x: torch.Tensor,
@@ -136,6 +167,11 @@ def all_gather_grouped_matmul(
     strict: bool = False,
     save_gathered: bool = False,
     save_preactivation: bool = True,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    quantize: Literal["rowwise", "block"] | None = None,
 ) -> (
     tuple[torch.Tensor | list[torch.Tensor], Routing]
     | tuple[torch.Tensor | list[torch.Tensor], Routing, torch.Tensor]
@@ -154,8 +190,13 @@ def all_gather_grouped_matmul(
     them as they come. Where the GPUs do not reach each other the group's backend gathers all
     tokens, with one warning.
 
+    In fp8, x and the weights are multiplied with scales, which are those of rows and columns, or of
+    blocks of 128; products are summed in float32 and rounded once. There is no backward
+    (`agmm.nn.MoE` has one).
+
     Args:
-        x: [T_local, K], this rank's tokens: bfloat16, float16, float32 or float64.
+        x: [T_local, K], this rank's tokens: bfloat16, float16, float32 or float64; or float8_e4m3fn
+            or float8_e5m2 with scales, K a multiple of 16.
         weights: [experts of this rank, K, N], each matrix row-major or column-major (a transposed
             [experts, N, K]); or a list of such that share the gather.
         topk_ids: int32 or int64 [T_local, k], the experts of each token; ids below 0 are dropped.
@@ -178,6 +219,13 @@ def all_gather_grouped_matmul(
             takes 1 / world_size of the memory and is gathered again.
         save_preactivation: with an activation, keep the products with their biases for the
             backward; else the backward gathers and multiplies again.
+        scale_a: float32, of x in fp8: [T_local, 1], one for each row, or [T_local, ⌈K/128⌉].
+        scale_b: float32, of weights in fp8: [experts, 1, N], one for each column, or [experts,
+            ⌈K/128⌉, ⌈N/128⌉]; for a list of weights one each.
+        out_dtype: of y, where x is in fp8: bfloat16 (when None), float16 or float32.
+        use_fast_accum: as in `all_gather_scaled_matmul`; where x is in fp8.
+        quantize: quantise x and the weights to float8_e4m3fn for the forward, with dynamic scales
+            as in `all_gather_matmul`. Gradients are made of the operands as they are.
 
     Returns:
         ``(y, routing)`` with y [capacity, N], zeros behind the last row; with ``return_gathered``
@@ -190,20 +238,19 @@ def all_gather_grouped_matmul(
     epilogue = named(activation)
     given: list[Any] = list(weights) if isinstance(weights, (list, tuple)) else [weights]
     check_listed("weights", given, " weight")
-    biases = _listed_biases(bias, len(given))
+    biases = listed_biases(bias, len(given))
     for name, tensors in (("x", [x]), ("bias", biases)):
         for tensor in tensors:
             if tensor is not None or name != "bias":
                 check_operand(name, tensor)
     for weight in given:
         check_stack("weights", weight)
-    for name, flag in (
-        ("return_gathered", return_gathered),
-        ("strict", strict),
-        ("save_gathered", save_gathered),
-        ("save_preactivation", save_preactivation),
-    ):
-        check_flag(name, flag)
+    check_flags(return_gathered=return_gathered, strict=strict, save_gathered=save_gathered)
+    check_flags(save_preactivation=save_preactivation, use_fast_accum=use_fast_accum)
+    of_fp8 = (scale_a, scale_b), out_dtype, use_fast_accum, quantize
+    scales = asked_scales(("x", x), len(given), *of_fp8)
+    if scales is not None or quantize:
+        check_not_gathered(return_gathered=return_gathered, save_gathered=save_gathered)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     if isinstance(topk_ids, Routing):
@@ -226,6 +273,16 @@ def all_gather_grouped_matmul(
             tokens_per_rank=tokens_per_rank,
             strict=strict,
         )
+    is_list = isinstance(weights, (list, tuple)) and not (epilogue and epilogue.is_gated)
+    of_routing = routing.tokens, routing.offsets, routing.positions
+    ranks = group_name, world_size
+    counts = list(routing.tokens_per_rank or ())
+    if scales is not None:
+        outs = torch.ops.agmm._all_gather_scaled_grouped_matmul.default(
+            *(x, scales.a, given, scales.b, biases, *of_routing, *ranks),
+            *(scales.out_dtype, use_fast_accum, counts, strict, activation or ""),
+        )
+        return outs if is_list else outs[0], routing
     x, *rest = autocast((x, *given, *biases), x.device)
     needs_grad = torch.is_grad_enabled()
     saves = save_gathered and needs_grad and any(weight.requires_grad for weight in given)
@@ -233,8 +290,8 @@ def all_gather_grouped_matmul(
         x,
         cast("list[torch.Tensor]", rest[: len(given)]),
         rest[len(given) :],
-        *(routing.tokens, routing.offsets, routing.positions),
-        *(group_name, world_size, list(routing.tokens_per_rank or ())),
+        *of_routing,
+        *(*ranks, counts),
         return_gathered or saves,
         strict,
         saves,
@@ -245,20 +302,12 @@ def all_gather_grouped_matmul(
             and needs_grad
             and any(t is not None and t.requires_grad for t in (x, *rest))
         ),
+        quantize or "",
     )
     if epilogue is not None:
         outs = outs[: epilogue.results_of(len(given))]
-    is_list = isinstance(weights, (list, tuple)) and not (epilogue and epilogue.is_gated)
     y = outs if is_list else outs[0]
     return (y, routing, gathered) if return_gathered else (y, routing)
-
-
-def _listed_biases(bias: Any, count: int) -> list[torch.Tensor | None]:
-    if isinstance(bias, (list, tuple)):
-        return list(bias)
-    if bias is not None and count != 1:
-        raise InvalidArgument(f"bias: found one for {count} weights, wanted a list of one each")
-    return [bias] * count
 
 
 def grouped_matmul_reduce_scatter(
@@ -270,6 +319,11 @@ def grouped_matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     strict: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    quantize: Literal["rowwise", "block"] | None = None,
 ) -> torch.Tensor:
     """The second half of a mixture of experts: each row times its expert's matrix, and for each
     token the sum over its choices, on all ranks, weighted by the router. Collective.
@@ -283,7 +337,8 @@ def grouped_matmul_reduce_scatter(
 
     On CUDA products are rounded before they are weighted, and the rank that holds a token reads
     them from where the others have left them. Where the GPUs do not reach each other, and for
-    float64, an all-to-all of the group's backend brings the sums, with one warning.
+    float64, an all-to-all of the group's backend brings the sums, with one warning. fp8 is as for
+    `all_gather_grouped_matmul`.
 
     Args:
         y: [capacity, K], rows in the order of the routing, as `all_gather_grouped_matmul` returns
@@ -296,9 +351,14 @@ def grouped_matmul_reduce_scatter(
         bias: [experts of this rank, N], added to each row before it is weighted. Where every rank
             has a slice of all experts, the biases of the ranks are added up.
         strict: raise `Unsupported` instead of taking the unfused path.
+        scale_a: float32, of y in fp8: [capacity, 1], one for each row, or [capacity, ⌈K/128⌉].
+        scale_b: float32, of weights in fp8, as for `all_gather_grouped_matmul`.
+        out_dtype: of the result, where y is in fp8: bfloat16 (when None), float16 or float32.
+        use_fast_accum: as in `all_gather_scaled_matmul`; where y is in fp8.
+        quantize: quantise y and the weights for the forward, as `all_gather_grouped_matmul` does.
 
     Returns:
-        [T_local, N], of the dtype of y.
+        [T_local, N], of the dtype of y; of fp8 of ``out_dtype``.
 
     Raises:
         InvalidArgument: names the argument, the value found and the value wanted.
@@ -312,17 +372,28 @@ def grouped_matmul_reduce_scatter(
     if not isinstance(given, Routing):
         found = type(given).__name__
         raise InvalidArgument(f"routing: found {found}, wanted an agmm.moe.Routing")
-    check_flag("strict", strict)
-    y, weights, bias = autocast((y, weights, bias), y.device)
+    check_flags(strict=strict, use_fast_accum=use_fast_accum)
+    of_fp8 = (scale_a, scale_b), out_dtype, use_fast_accum, quantize
+    scales = asked_scales(("y", y), 1, *of_fp8)
     group_name = groups.name_of(group)
+    of_routing = routing.tokens, routing.offsets, routing.positions
+    ranks = group_name, groups.world_size_of(group_name)
+    counts = list(routing.tokens_per_rank or ())
+    if scales is not None:
+        return torch.ops.agmm._scaled_grouped_matmul_reduce_scatter.default(  # type: ignore[no-any-return]
+            *(y, scales.a, weights, scales.b[0], bias, *of_routing, topk_weights, *ranks),
+            *(scales.out_dtype, use_fast_accum, counts, strict),
+        )
+    y, weights, bias = autocast((y, weights, bias), y.device)
     out: torch.Tensor = torch.ops.agmm._grouped_matmul_reduce_scatter.default(
         [y],
         [weights],
         bias,
-        *(routing.tokens, routing.offsets, routing.positions),
+        *of_routing,
         topk_weights,
-        *(group_name, groups.world_size_of(group_name), list(routing.tokens_per_rank or ())),
+        *(*ranks, counts),
         -1,
         strict,
+        quantize or "",
     )
     return out

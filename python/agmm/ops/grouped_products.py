@@ -28,14 +28,89 @@ def rows_at(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return tokens.index_select(0, numbers)
 
 
-def _segments(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def segments(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and its rows. On the CPU."""
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if begin < end:
             yield expert, slice(begin, end)
 
 
+def experts_of_rows(count: int, offsets: torch.Tensor) -> torch.Tensor:
+    """The expert of each of ``count`` rows; the last one behind its rows, or one before it that
+    there is."""
+    numbers = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
+    found = torch.searchsorted(offsets[1:], numbers, right=True)
+    return found.clamp_(max=len(offsets) - 2)
+
+
 # --- rows times weights ---
+
+
+class Multiplied(NamedTuple):
+    """What is made of the rows of a rank's experts."""
+
+    weights: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+    epilogue: Epilogue | None
+
+    def products(self, rows: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        """The results of rows that are there."""
+        return products(rows, self.weights, self.biases, offsets, self.epilogue)
+
+    def matmuls(self, rows: torch.Tensor) -> tuple[list[grouped_kernel.Described], bool] | None:
+        """The calls of kernels that multiply the rows, and whether the epilogue is still to be
+        composed behind them; None where not all have a kernel."""
+        weights, biases, epilogue = self
+        config = grouped_kernel.gated_config(rows, weights, epilogue)
+        if config is not None:
+            return [grouped_kernel.described(config, rows, weights, biases, epilogue)], False
+        calls = []
+        for weight, bias in zip(weights, biases, strict=True):
+            config = grouped_kernel.config_of(rows, [weight])
+            if config is None:
+                return None
+            calls.append(grouped_kernel.described(config, rows, [weight], [bias], None))
+        return calls, True
+
+
+class Summed(NamedTuple):
+    """Products of a rank's experts, which are added up and leave it."""
+
+    ys: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor]
+    bias: torch.Tensor | None
+    """The bias of the first product."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the products."""
+        return self.ys[0].dtype
+
+    def wide(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The sum of the products, as `wide_sums`."""
+        return wide_sums(self.ys, self.weights, self.bias, offsets)
+
+    def on_gpu(self, offsets: torch.Tensor) -> list[torch.Tensor]:
+        """The products on a GPU, each contiguous."""
+        return [
+            product_on_gpu(y, weight, bias, offsets).contiguous()
+            for y, weight, bias in self._each()
+        ]
+
+    def matmuls(self) -> list[grouped_kernel.OfRows] | None:
+        """The calls of kernels that make the products; None where not all have a kernel."""
+        calls = []
+        for y, weight, bias in self._each():
+            config = grouped_kernel.config_of(y, [weight])
+            if config is None:
+                return None
+            call = grouped_kernel.described(config, y, [weight], [bias], None, has_out=False)
+            calls.append(grouped_kernel.OfRows(call, y))
+        return calls
+
+    def _each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        biases = [self.bias, *[None] * (len(self.ys) - 1)]
+        return zip(self.ys, self.weights, biases, strict=True)
 
 
 def products(
@@ -66,7 +141,7 @@ def products(
     columns = [weight.shape[2] for weight in weights]
     columns = columns if epilogue is None else epilogue.outs(columns)
     outs = [rows.new_zeros(rows.shape[0], n) for n in columns]
-    for expert, segment in _segments(offsets):
+    for expert, segment in segments(offsets):
         of_expert = Products(
             [weight[expert] for weight in weights],
             [None if bias is None else bias[expert] for bias in biases],
@@ -95,7 +170,7 @@ def wide_sums(
             total.add_(product_on_gpu(one, weight, None, offsets))
         return total
     total = rows[0].new_zeros(rows[0].shape[0], weights[0].shape[2], dtype=wide)
-    for expert, segment in _segments(offsets):
+    for expert, segment in segments(offsets):
         out = total[segment]
         if bias is not None:
             out += bias[expert]
@@ -118,8 +193,7 @@ def products_by_torch(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor
 ) -> torch.Tensor:
     """The products of each expert's rows, without a look at the device: on a GPU as in a graph."""
-    numbers = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
-    experts = torch.searchsorted(offsets[1:], numbers, right=True).clamp_(max=len(weight) - 1)
+    experts = experts_of_rows(rows.shape[0], offsets)
     if 0 in rows.stride() or 1 not in rows.stride():
         rows = rows.contiguous()  # as a gradient that is the same for all rows is not
     if _takes(rows, weight):
@@ -134,7 +208,8 @@ def products_by_torch(
         else:
             products = torch.baddbmm(bias[:, None], wide, weight)
         out = products[experts, batch.places(experts)]
-    return torch.where((numbers < offsets[-1])[:, None], out, 0)
+    there = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return torch.where(there[:, None], out, 0)
 
 
 def _takes(*operands: torch.Tensor) -> bool:
@@ -188,7 +263,7 @@ def _grad_of_weight(call: _OfWeight) -> torch.Tensor:
         return grad_of_weight_by_torch(rows, douts, offsets)
     wide = sum_dtype(rows.dtype)
     out = rows.new_zeros(experts, *shape)
-    for expert, segment in _segments(offsets):
+    for expert, segment in segments(offsets):
         out[expert] = torch.mm(rows[segment].t().to(wide), douts[segment].to(wide))
     return out
 
@@ -196,12 +271,38 @@ def _grad_of_weight(call: _OfWeight) -> torch.Tensor:
 def grad_of_weight_by_torch(
     rows: torch.Tensor, douts: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """``rows.T @ douts`` of each expert, without a look at the device."""
+    """``rows.T @ douts`` of each expert, without a look at the device. That of float16 is rounded
+    to bfloat16 where torch's grouped matmul makes it."""
+    dtype = rows.dtype
+    if dtype == torch.float16:
+        pairs, of_pairs = _in_pairs(rows, first_twice=True), _in_pairs(douts, first_twice=False)
+        if _takes(pairs.t(), of_pairs):
+            rows, douts, offsets = pairs, of_pairs, offsets * _PAIRS
     if _takes(rows.t(), douts):
         out = torch._grouped_mm(rows.t(), douts, offs=offsets[1:])
-        return torch.where((offsets.diff() > 0)[:, None, None], out, 0)
+        return torch.where((offsets.diff() > 0)[:, None, None], out, 0).to(dtype)
     batch = _Batch(offsets, rows.shape[0])
     return torch.bmm(batch.spread(rows).transpose(1, 2), batch.spread(douts))
+
+
+_PAIRS = 3
+"""The products that make one of float16 out of bfloat16: a number is the sum of two, and the
+product of the two small ones is less than the rounding of the result."""
+
+
+def _in_pairs(x: torch.Tensor, *, first_twice: bool) -> torch.Tensor:
+    """float16 [rows, N] as bfloat16 [`_PAIRS` * rows, N], for sums of products over the rows: each
+    row is rounded, and what is left of it. bfloat16 holds both exactly.
+
+    Args:
+        first_twice: whether the order is rounded, rounded, rest; else rounded, rest, rounded.
+    """
+    large = x.to(torch.bfloat16)
+    # An infinite number leaves nothing: else the sum with it would be NaN.
+    left = x.to(torch.float32) - large.to(torch.float32)
+    rest = torch.where(large.isinf(), 0, left).to(torch.bfloat16)
+    order = (large, large, rest) if first_twice else (large, rest, large)
+    return torch.stack(order, 1).flatten(0, 1)
 
 
 class _OfBias(NamedTuple):

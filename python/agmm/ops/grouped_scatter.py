@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,13 @@ from agmm.ops.grouped import GroupedCall, counts_of
 from agmm.ops.grouped_checks import (
     check_bias_of_experts,
     check_columns_of_experts,
+    check_quantize,
     check_routing,
     check_weights_of_experts,
 )
 from agmm.ops.grouped_dispatch import combined, why_not_combined
 from agmm.ops.grouped_gather import check_total
-from agmm.ops.grouped_products import wide_sums
+from agmm.ops.grouped_products import Summed
 from agmm.ops.pipeline import Ready, Route, serve
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -53,6 +54,8 @@ class Arguments(NamedTuple):
     held: int = -1
     """How many tokens this rank holds, where ``tokens_per_rank`` is given."""
     strict: bool = False
+    quantize: str = ""
+    """The kind of the scales with which y and the weight are quantised for the forward."""
 
 
 def check(call: Arguments) -> None:
@@ -61,38 +64,50 @@ def check(call: Arguments) -> None:
     check_listed("y", ys)
     check_count("weights", weights, len(ys), "of y")
     check_operand("y", ys[0])
+    check_quantize(call.quantize, "y", ys[0])
     check_routing(call.tokens, call.offsets, call.positions, ("y", ys[0]))
     for y, weight in zip(ys, weights, strict=True):
         check_operand("y", y)
         check_matrix("y", y)
         check_dtype("y", y, FLOATS)
         check_same("y", y, "the first of the list", ys[0])
-        if y.shape[0] != call.tokens.shape[0]:
-            raise InvalidArgument(
-                f"y: found {y.shape[0]} rows, wanted {call.tokens.shape[0]}, those of the routing"
-            )
+        check_rows(y, call.tokens)
         check_weights_of_experts(weight, "y", y, call.offsets)
         check_columns_of_experts(weight, weights[0])
     if call.bias is not None:
         check_bias_of_experts(call.bias, weights[0])
-    if topk_weights is None:
-        return
-    check_operand("topk_weights", topk_weights)
-    check_matrix("topk_weights", topk_weights)
-    check_dtype("topk_weights", topk_weights, FLOATS)
-    check_device("topk_weights", topk_weights, "y", ys[0])
-    if topk_weights.shape[1] != call.positions.shape[1]:
+    if topk_weights is not None:
+        check_router(topk_weights, call.positions, ys[0])
+
+
+def check_rows(y: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Refuses other rows than the routing's."""
+    if y.shape[0] != tokens.shape[0]:
         raise InvalidArgument(
-            f"topk_weights: found {topk_weights.shape[1]} columns, wanted "
-            f"{call.positions.shape[1]}, the choices of the routing"
+            f"y: found {y.shape[0]} rows, wanted {tokens.shape[0]}, those of the routing"
         )
 
 
-def held_by_this_rank(call: Arguments) -> int:
+def check_router(topk_weights: torch.Tensor, positions: torch.Tensor, y: torch.Tensor) -> None:
+    """Refuses what is no weight of the router for each choice of the routing."""
+    check_operand("topk_weights", topk_weights)
+    check_matrix("topk_weights", topk_weights)
+    check_dtype("topk_weights", topk_weights, FLOATS)
+    check_device("topk_weights", topk_weights, "y", y)
+    if topk_weights.shape[1] != positions.shape[1]:
+        raise InvalidArgument(
+            f"topk_weights: found {topk_weights.shape[1]} columns, wanted {positions.shape[1]}, "
+            "the choices of the routing"
+        )
+
+
+def held_by_this_rank(call: Any) -> int:
     """How many tokens this rank holds, as the arguments say."""
+    of_equal: int = call.positions.shape[0] // call.world_size
+    held: int = call.held if call.tokens_per_rank else of_equal
     if call.topk_weights is not None:
-        return call.topk_weights.shape[0]
-    return call.held if call.tokens_per_rank else call.positions.shape[0] // call.world_size
+        held = call.topk_weights.shape[0]
+    return held
 
 
 class GroupedScatter(GroupedCall[torch.Tensor]):
@@ -107,6 +122,10 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
 
     def check(self) -> None:
         check(self._call)
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Refuses numbers of tokens that do not fit each other, and sets `counts`."""
         call = self._call
         if call.topk_weights is None:
             self.counts = counts_of(
@@ -134,10 +153,14 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
             rank = groups.of(self.group).rank
             nan_check.look_through(words.op, "topk_weights", router, rank)
 
+    def summed(self) -> Any:
+        """The products that leave this rank, as `Summed`."""
+        return Summed(self._call.ys, self._call.weights, self._call.bias)
+
     def why_no_kernel(self) -> str | None:
         call = self._call
-        experts, columns = call.weights[0].shape[0], call.weights[0].shape[2]
-        return why_not_combined(call.ys, columns, self.counts, call.positions, experts)
+        size = call.ys[0].shape[0], self.sent_columns()
+        return why_not_combined(self.summed(), size, self.counts, call.positions)
 
     def prepare(self, route: Route) -> Ready:
         if self.device.type == "cpu" or self.group.size() == 1:
@@ -145,18 +168,13 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
         return self._combined
 
     def _combined(self) -> torch.Tensor:
-        call = self._call
+        call, summed = self._call, self.summed()
         router = None if call.topk_weights is None else call.topk_weights.detach()
-        return combined(
-            self.group,
-            self.counts,
-            call.ys,
-            call.weights,
-            call.bias,
-            RowsOfExperts(call.tokens, call.offsets, call.positions),
-            router,
-            held_by_this_rank(call),
+        out = call.ys[0].new_empty(
+            *(held_by_this_rank(call), self.sent_columns()), dtype=summed.dtype
         )
+        rows = RowsOfExperts(call.tokens, call.offsets, call.positions)
+        return combined(self.group, self.counts, summed, rows, router, out)
 
     def sent_columns(self) -> int:
         return self._call.weights[0].shape[2]
@@ -166,11 +184,11 @@ class GroupedScatter(GroupedCall[torch.Tensor]):
         router = None
         if call.topk_weights is not None:
             router = exchange.gather(call.topk_weights.detach())
-        sums = wide_sums(call.ys, call.weights, call.bias, call.offsets)
-        partials = by_token(sums, call.positions, router)
+        summed = self.summed()
+        partials = by_token(summed.wide(call.offsets), call.positions, router)
         if nan_check.active:
             nan_check.look_through(self.op, "y @ weights", partials, exchange.rank)
-        return exchange.scatter(partials).to(call.ys[0].dtype)
+        return exchange.scatter(partials).to(summed.dtype)
 
 
 def by_token(

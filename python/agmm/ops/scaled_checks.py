@@ -92,6 +92,59 @@ def scalings_of(
     return [scaling_of(A, scale_a, *one) for one in zip(Bs, scale_bs, strict=True)]
 
 
+OF_EXPERTS = tuple(BY_NAME[name] for name in ("rowwise", "block"))
+"""The kinds of scales that the experts of a mixture may have."""
+
+
+def scaling_of_experts(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+) -> Scaling:
+    """The kind of the scales of rows and of all weights of experts that multiply them, by their
+    shapes.
+
+    Raises:
+        InvalidArgument: they are of no kind that experts may have.
+    """
+    of_a = [s for s in OF_EXPERTS if _fits(scale_a, A.shape, s.a)]
+    if not of_a:
+        wanted = _wanted(A.shape, OF_EXPERTS, "a")
+        raise InvalidArgument(f"scale_a: found shape {tuple(scale_a.shape)}, wanted {wanted}")
+    for scaling in of_a:
+        if all(_fits(s, w.shape, scaling.b) for s, w in zip(scale_bs, weights, strict=True)):
+            return scaling
+    shapes = ", ".join(str(tuple(scale.shape)) for scale in scale_bs)
+    raise InvalidArgument(
+        f"scale_b: found shape {shapes}, wanted {_wanted(weights[0].shape, of_a, 'b')}, which goes "
+        f"with scale_a of shape {tuple(scale_a.shape)}"
+    )
+
+
+def check_fp8(A_name: str, A: torch.Tensor, B_name: str, B: torch.Tensor) -> None:
+    """Refuses operands [..., K] and [..., K, N] that are not in fp8, or that no path multiplies."""
+    check_dtype(A_name, A, FP8)
+    check_dtype(B_name, B, FP8)
+    if A.dtype == B.dtype == torch.float8_e5m2:
+        raise InvalidArgument(
+            f"{B_name}: found dtype {B.dtype} as {A_name}, wanted {torch.float8_e4m3fn} for one of "
+            "them: GPUs multiply no two of them"
+        )
+    check_device(B_name, B, A_name, A)
+    k = A.shape[-1]
+    if k % K_MULTIPLE:
+        raise InvalidArgument(f"{A_name}: found K={k}, wanted a multiple of {K_MULTIPLE}")
+    check_inner(B_name, B.shape[-2], k, A_name, B.shape[-1])
+
+
+def check_scales(A_name: str, A: torch.Tensor, scales: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuses scales that are not float32 on the device of A."""
+    for name, scale in scales:
+        check_dtype(name, scale, (torch.float32,))
+        check_device(name, scale, A_name, A)
+
+
 def _check_product(
     A_name: str, A: torch.Tensor, scale_a: torch.Tensor, B: torch.Tensor, scale_b: torch.Tensor
 ) -> None:
@@ -99,21 +152,8 @@ def _check_product(
         check_operand(name, tensor)
     check_rows(A_name, A)
     check_matrix("B", B)
-    check_dtype(A_name, A, FP8)
-    check_dtype("B", B, FP8)
-    if A.dtype == B.dtype == torch.float8_e5m2:
-        raise InvalidArgument(
-            f"B: found dtype {B.dtype} as {A_name}, wanted {torch.float8_e4m3fn} for one of them: "
-            "GPUs multiply no two of them"
-        )
-    check_device("B", B, A_name, A)
-    k = A.shape[-1]
-    if k % K_MULTIPLE:
-        raise InvalidArgument(f"{A_name}: found K={k}, wanted a multiple of {K_MULTIPLE}")
-    check_inner("B", B.shape[0], k, A_name, B.shape[1])
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        check_dtype(name, scale, (torch.float32,))
-        check_device(name, scale, A_name, A)
+    check_fp8(A_name, A, "B", B)
+    check_scales(A_name, A, (("scale_a", scale_a), ("scale_b", scale_b)))
     scaling_of(A, scale_a, B, scale_b)
 
 

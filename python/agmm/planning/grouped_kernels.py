@@ -42,7 +42,8 @@ def chosen(
         b_layout: "column" or "row", of every expert's matrix.
         epilogue: as `_core.KernelFacts.epilogue` names it.
     """
-    found = kernels.built(GROUPED, dtype, epilogue=epilogue, b_layout=b_layout)
+    accumulation = "block" if dtype.startswith("float8") else "fast"
+    found = kernels.built(GROUPED, dtype, accumulation, epilogue=epilogue, b_layout=b_layout)
     if not found:
         return None
     heights = sorted({kernel.tile_m for kernel in found})

@@ -222,13 +222,16 @@ def _against_grouped(row: KernelRow) -> Iterator[tuple[str, str]]:
     """The fields that do not go with a grouped matmul, and what they want."""
     if not row.swapped:
         yield "swapped", f"true with {GROUPED}"
-    if row.is_fp8 or row.timed:
-        yield "formats", f"operands of 16 bits, not timed, with {GROUPED}"
+    if row.timed or set(row.formats) & set(FP8_FORMATS[1:]):
+        yield "formats", f"operands of 16 bits or e4m3, not timed, with {GROUPED}"
+    if row.is_fp8 and row.accumulation != "block":
+        yield "accumulation", f"block with fp8 and {GROUPED}"
     if row.epilogue not in ("plain", "gate"):
         yield "epilogue", f"plain or gate with {GROUPED}"
     parts = (2 if row.schedule == "cooperative" else 1) * (2 if row.epilogue == "gate" else 1)
-    if row.tile[0] % _ROWS_OF_GROUPED or row.tile[1] % (64 * parts) or row.tile[2] != 64:
-        yield "tile", f"multiples of 64 rows and {64 * parts} columns, and 64 of K, with {GROUPED}"
+    k = 128 if row.is_fp8 else 64
+    if row.tile[0] % _ROWS_OF_GROUPED or row.tile[1] % (64 * parts) or row.tile[2] != k:
+        yield "tile", f"multiples of 64 rows and {64 * parts} columns, and {k} of K, with {GROUPED}"
     if row.cluster[0] != 1:
         yield "cluster", f"1x1 or 1x2 with {GROUPED}"
 

@@ -54,7 +54,7 @@ def _records_of(shard: Scaled, chunks: int) -> tuple[_Records, torch.Tensor]:
     return layout, records
 
 
-class _Products:
+class Products:
     """The products of dequantised rows with weights, or what an epilogue makes of them."""
 
     def __init__(self, weights: Sequence[Weight], m: int, epilogue: Epilogue | None) -> None:
@@ -111,7 +111,7 @@ def all_gather_scaled_matmul(
     m_local, k = shard.values.shape
     m = workspace.world_size * m_local
     layout, records = _records_of(shard, chunks)
-    products = _Products(weights, m, epilogue)
+    products = Products(weights, m, epilogue)
     a = torch.empty(layout.rows, k, dtype=torch.float32)
     A = scale_A = None
     if return_A:
@@ -151,7 +151,7 @@ def async_input_mm(
     too, for the one result that the products or their epilogue are. The arguments have been checked
     by the caller."""
     m = A.values.shape[0]
-    products = _Products(weights, m, epilogue)
+    products = Products(weights, m, epilogue)
     for rows in arrivals(m, a_chunk_signals, pivot):
         products.multiply(A.rows(rows).dequantised(), rows)
     (out,) = products.outs

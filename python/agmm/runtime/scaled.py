@@ -17,19 +17,20 @@ class Scaled(NamedTuple):
     """An fp8 operand."""
 
     values: torch.Tensor
-    """The fp8 numbers, [rows, columns]."""
+    """The fp8 numbers, [rows, columns], or [experts, rows, columns]."""
     scale: torch.Tensor
     """The scales, float32 in the shape `scaling.scale_shape` of the values: what a value is to be
     multiplied with."""
     tile: Tile
 
     def rows(self, rows: slice) -> Scaled:
-        """The operand's rows in this slice, whose step is 1. The tiles have one row or all."""
+        """The rows of a matrix in this slice, whose step is 1. The tiles have one row or all."""
         scale = self.scale if self.tile[0] == ALL else self.scale[rows]
         return self._replace(values=self.values[rows], scale=scale)
 
     def dequantised(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The dequantised values in float32, in memory of their own or in ``out``."""
+        """The dequantised values in float32, in memory of their own; or in ``out``, rounded to its
+        dtype."""
         if out is None:
             out = torch.empty_like(self.values, dtype=torch.float32)
         return out.copy_(self.values).mul_(self.spread())
@@ -38,7 +39,7 @@ class Scaled(NamedTuple):
         """The scales spread to as many as there are values, or to one along a dimension that one
         scale covers."""
         scale = self.scale
-        for dim, size_of_tile in enumerate(self.tile):
+        for dim, size_of_tile in zip((-2, -1), self.tile, strict=True):
             if size_of_tile not in (ALL, 1):
                 # The tiles are searched for, not divided: Inductor (torch 2.13, CPU) splits a loop
                 # where an index has a division, and leaves out the rows behind the last whole tile.

@@ -9,6 +9,7 @@
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "gemm/fp8_scale.cuh"
 #include "gemm/sm90/activations.hpp"
+#include "gemm/sm90/column_pairs.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/wgmma.hpp"
 
@@ -86,16 +87,18 @@ struct GatedEpilogue : Base {
     constexpr int kHalf = At::kHalf;
     auto results = partition_fragment_C(OutMma{}, take<0, 2>(OutTile{}));
     static_assert(size(results) == kHalf * kAtoms && cosize(results.layout()) == kHalf * kAtoms);
-    int32_t const first_column = get<1>(coordinates) * size<1>(OutTile{}) + fragment_column(thread);
+    int32_t const first_column = get<1>(coordinates) * size<1>(OutTile{});
     if constexpr (Policy::kScaled) {
       float of_rows[2 * kAtoms];
       read_row_scales<kAtoms>(of_rows, get<0>(coordinates) * size<0>(OutTile{}), Mma{}, thread,
                               get<0>(problem), get<1>(coordinates) == 0);
-      scale<At>(sums.data(), gated_.gate.column_scales, of_rows, first_column);
-      scale<At>(sums.data() + At::kUp, gated_.gate.column_scales_up, of_rows, first_column);
+      auto const of_gate = column_scales<At>(gated_.gate.column_scales, first_column, thread);
+      auto const of_up = column_scales<At>(gated_.gate.column_scales_up, first_column, thread);
+      scale<At>(sums.data(), of_rows, of_gate);
+      scale<At>(sums.data() + At::kUp, of_rows, of_up);
     }
-    add_bias<At>(sums.data(), gated_.gate.bias, first_column);
-    add_bias<At>(sums.data() + At::kUp, gated_.gate.bias_up, first_column);
+    add_bias<At>(sums.data(), gated_.gate.bias, first_column, thread);
+    add_bias<At>(sums.data() + At::kUp, gated_.gate.bias_up, first_column, thread);
     with_activation(gated_.gate.activation, [&](auto function) {
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < kAtoms; ++atom) {
@@ -204,41 +207,61 @@ struct GatedEpilogue : Base {
     }
   }
 
-  /// Scales the sums of a weight, as EpiloguePolicy::scale_whole() does.
+  template <class At>
+  using ScalePairs = ColumnPairs<float2, 2 * At::kHalf>;
+
+  /// The scales of a weight's columns of a tile; 0 for those that only pad it.
+  template <class At>
+  CUTLASS_DEVICE ScalePairs<At> column_scales(ColumnScaleArgs const& scales, int32_t first_column,
+                                              int thread) const {
+    return ScalePairs<At>(thread, [&](int column) {
+      int32_t const of = scales.is_per_column ? last_pair_or(first_column + column) : 0;
+      float2 const pair{__ldg(scales.scales + of),
+                        __ldg(scales.scales + of + int32_t(scales.is_per_column))};
+      return first_column + column < gated_.columns ? pair : float2{};
+    });
+  }
+
+  /// Scales the sums of a weight, as EpiloguePolicy::scale_whole() does: four of them are two
+  /// columns of two rows.
   template <class At, class Sums>
-  CUTLASS_DEVICE void scale(Sums sums, ColumnScaleArgs const& scales,
-                            float const (&of_rows)[2 * At::kAtoms], int32_t first_column) const {
+  CUTLASS_DEVICE void scale(Sums sums, float const (&of_rows)[2 * At::kAtoms],
+                            ScalePairs<At> const& of_columns) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < At::kHalf; i += 4) {
-      int32_t const column = first_column + 2 * i;
-      if (column >= gated_.columns) continue;  // only pads the tile
+      float2 const pair = of_columns.of(i / 4);
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        float const of_column = __ldg(scales.scales + (scales.is_per_column ? column + j : 0));
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < 2 * At::kAtoms; ++r) {
-          float& sum = sums[i + j + 2 * (r % 2) + At::kAtom * (r / 2)];
-          sum = Policy::scale_whole(sum, of_rows[r], of_column);
-        }
+      for (int r = 0; r < 2 * At::kAtoms; ++r) {
+        float* const two = &sums[i + 2 * (r % 2) + At::kAtom * (r / 2)];
+        two[0] = Policy::scale_whole(two[0], of_rows[r], pair.x);
+        two[1] = Policy::scale_whole(two[1], of_rows[r], pair.y);
       }
     }
   }
 
-  /// Adds the bias of a weight to its sums: four of them are two columns of two rows.
+  /// Adds the bias of a weight to its sums, and 0 to those that only pad the tile.
   template <class At, class Sums>
-  CUTLASS_DEVICE void add_bias(Sums sums, Out const* bias, int32_t first_column) const {
+  CUTLASS_DEVICE void add_bias(Sums sums, Out const* bias, int32_t first_column, int thread) const {
     if (bias == nullptr) return;
+    using Pair = cutlass::AlignedArray<Out, 2>;
+    ColumnPairs<Pair, 2 * At::kHalf> const of_columns(thread, [&](int column) {
+      auto const pair = *reinterpret_cast<Pair const*>(bias + last_pair_or(first_column + column));
+      return first_column + column < gated_.columns ? pair : Pair{};
+    });
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < At::kHalf; i += 4) {
-      int32_t const column = first_column + 2 * i;
-      if (column >= gated_.columns) continue;  // only pads the tile
-      auto const two = *reinterpret_cast<cutlass::AlignedArray<Out, 2> const*>(bias + column);
+      Pair const two = of_columns.of(i / 4);
       CUTLASS_PRAGMA_UNROLL
       for (int atom = 0; atom < At::kAtoms; ++atom) {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 4; ++j) sums[i + j + At::kAtom * atom] += float(two[j % 2]);
       }
     }
+  }
+
+  /// The column, or the first of the last two, so that none is read behind them.
+  CUTLASS_DEVICE int32_t last_pair_or(int32_t column) const {
+    return column < gated_.columns ? column : gated_.columns - 2;
   }
 
   Params const& gated_;

@@ -16,13 +16,14 @@
 
 namespace agmm {
 
-template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
+template <class Operands, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, Epilogue kEpilogue = Epilogue::Bias>
 struct GroupedInstance {
-  using Element = typename TypesOf<Element_>::A;
+  using Element = typename TypesOf<Operands>::A;
+  using Out = typename TypesOf<Operands>::Out;
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
-  using Kernel = GroupedKernel<Element, kBLayout, TileM, TileN, ClusterN, kSchedule, kEpilogue>;
+  using Kernel = GroupedKernel<Operands, kBLayout, TileM, TileN, ClusterN, kSchedule, kEpilogue>;
   using Params = typename Kernel::Params;
   static_assert(kSchedule != Schedule::Streaming && TileK == Kernel::kTileK && ClusterM == 1);
   static_assert(alignof(Params) <= kParamsAlignment);
@@ -31,10 +32,11 @@ struct GroupedInstance {
     KernelFacts facts{};
     facts.shape = {TileM, TileN, TileK, ClusterM, ClusterN, kSchedule};
     facts.shape.swapped = true;
-    facts.dtype = kDType<Element_>;
+    facts.dtype = kDType<Operands>;
     facts.b_layout = kBLayout;
     facts.op = Op::GroupedMatmul;
     facts.epilogue = kEpilogue;
+    if (Kernel::kIsScaled) facts.accumulation = Accumulation::Block;
     return facts;
   }();
 
@@ -49,9 +51,9 @@ struct GroupedInstance {
   /// The descriptor of boxes of a tensor. Returns whether the driver takes it.
   static bool describe(CUtensorMap& map, Tensor const& tensor, int32_t box_along,
                        int32_t box_across) {
-    static_assert(sizeof(Element) == 2);
-    constexpr auto kType = kDType<Element_> == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    constexpr auto kType = Kernel::kIsScaled                     ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                           : kDType<Operands> == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     cuuint64_t shape[3], stride_bytes[2];
     for (int i = 0; i < 3; ++i) shape[i] = cuuint64_t(tensor.size[i]);
     for (int i = 0; i < 2; ++i) stride_bytes[i] = cuuint64_t(tensor.stride[i]) * sizeof(Element);
@@ -80,7 +82,8 @@ struct GroupedInstance {
                      {weight.ldb, weight.expert_stride}};
       constexpr int kAcross = kIsColumnMajor ? Kernel::kOutColumns : Kernel::kTileK;
       if (!describe(params.weight[i], b, Kernel::kTileK, kAcross)) return false;
-      params.bias[i] = static_cast<Element const*>(weight.bias);
+      params.bias[i] = static_cast<Out const*>(weight.bias);
+      params.weight_scales[i] = weight.scales;
     }
     return true;
   }
@@ -96,7 +99,8 @@ struct GroupedInstance {
     Senders senders{};
     senders.chunks_per_rank = args.experts;
     params.wait_limit = {place, args.arrival.limit_ns, senders, args.arrival.rank};
-    params.out = static_cast<Element*>(args.out);
+    params.out = static_cast<Out*>(args.out);
+    params.scales = args.scales;
     params.out_columns = args.out_columns;
     params.k_tiles = ceil_div(args.k, TileK);
     params.activation = args.activation;

@@ -7,6 +7,7 @@
 // the loads of a tile may bring rows of the next expert, whose products are not stored.
 //   warp 0        counts the blocks of each expert, then loads A
 //   warp 1        makes the barriers, then loads B
+//   warp 2        loads the scales of A's rows, with fp8
 //   warps 4 to 11 multiply and store: a group of two warpgroups that share a tile (cooperative), or
 //                 two groups of one warpgroup that take tiles in turn (pingpong)
 // A cluster is kClusterN tiles side by side, which share the loads of A: each CTA loads a part of
@@ -31,11 +32,12 @@
 // part that one loads for the other is of the same rows, for which it has waited too.
 //
 // The ring. Stage i of kStages has `full` (2 arrivals: of warps 0 and 1, each of which expects the
-// bytes that it loads, and A's bytes, from all CTAs that share them) and `empty` (one arrival of
+// bytes that it loads, and A's bytes, from all CTAs that share them; with fp8 one of warp 2 too,
+// behind its stores of scales, which are of its own CTA alone) and `empty` (one arrival of
 // each warp of a group, in each CTA that shares the loads of A). All warps go through the same
 // tiles and k tiles, or skip a tile's stages as a whole, so each counts the uses of a stage for
 // itself, and use u of it is phase u of both barriers.
-//   1. Warps 0 and 1 write to a stage for use u behind phase u - 1 of `empty`: all that read use
+//   1. Warps 0, 1 and 2 write to a stage for use u behind phase u - 1 of `empty`: all that read use
 //      u - 1 have, in all CTAs to which warp 0 sends. Phase u of `full` has not ended then in any
 //      of them, since each wants an arrival of its own warp 0, which comes behind the same wait. So
 //      bytes that another CTA sends early are counted in their phase, though its barrier may not
@@ -67,7 +69,13 @@
 // Shared memory has no conflicts of banks: TMA writes, and wgmma reads, in the pattern of 128-byte
 // swizzles, which the staged rows have too.
 //
-// Bits. The sum of a row goes through K in steps of 16, whatever tile it lies in.
+// fp8. The tensor cores add fp8 products with fewer bits than float32 has, so each k tile, 128 of
+// K, is summed up anew, and its sums times the scales of the row and of the column or scale block
+// are added to float32 registers. Scales of rows and columns are those of every k tile. A's scales
+// come with the rows: warp 2 waits for these as warp 0 does, and reads the scales from L2. A warp
+// gives a stage back when all its lanes have read the stage's scales.
+//
+// Bits. The sum of a row goes through K in steps of 16, with fp8 of 128, whatever tile it lies in.
 #pragma once
 
 #include <cuda.h>
@@ -79,6 +87,7 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
+#include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "order/grouped_tiles.hpp"
@@ -93,11 +102,13 @@
 namespace agmm {
 
 /// kTileM rows and kTileN columns of B are a CTA's tile; with a gate half of them are gate's.
-template <class Element_, BLayout kBLayout_, int kTileM_, int kTileN_, int kClusterN_,
+template <class Operands, BLayout kBLayout_, int kTileM_, int kTileN_, int kClusterN_,
           Schedule kSchedule, Epilogue kEpilogue>
 struct GroupedKernel {
-  using Element = Element_;
-  using Policy = EpiloguePolicy<kEpilogue, Element, false>;
+  using Element = typename TypesOf<Operands>::A;
+  using Out = typename TypesOf<Operands>::Out;
+  static constexpr bool kIsScaled = TypesOf<Operands>::kIsFp8;
+  using Policy = EpiloguePolicy<kEpilogue, Out, false>;
   static constexpr BLayout kBLayout = kBLayout_;
   static constexpr int kTileM = kTileM_;
   static constexpr int kTileN = kTileN_;
@@ -105,6 +116,8 @@ struct GroupedKernel {
   static constexpr int kWeights = Policy::kColumnsPerOut;
   static constexpr bool kIsGated = kWeights == 2;
   static_assert(kEpilogue != Epilogue::Activation, "no grouped matmul has one of a single weight");
+  static_assert(std::is_same_v<Element, typename TypesOf<Operands>::B>);
+  static_assert(!kIsScaled || kBLayout == BLayout::ColumnMajor, "the MMA reads fp8 along K only");
 
   static constexpr int kThreads = 384;
   static constexpr int kFirstMultiplyingWarp = 4;
@@ -112,8 +125,8 @@ struct GroupedKernel {
   static constexpr int kWarpgroupsOfGroup = 2 / kGroups;
   static constexpr int kWarpsOfGroup = 4 * kWarpgroupsOfGroup;
   /// CUTLASS's kernels of two warpgroups that multiply have these registers too.
-  static constexpr int kLoadRegisters = 40;
-  static constexpr int kMultiplyRegisters = 232;
+  static constexpr int kLoadRegisters = kIsScaled ? 56 : 40;
+  static constexpr int kMultiplyRegisters = kIsScaled ? 224 : 232;
   static constexpr int kSharedBytes = 227 * 1024;  // that a CTA may have
 
   static constexpr int kRowBytes = 128;  // of a k tile, and of what is staged
@@ -132,19 +145,23 @@ struct GroupedKernel {
   static_assert(kClusterN <= 2, "a tile beyond the last column is moved by one tile");
   static_assert(kQuarterRows % (8 * kClusterN) == 0, "each CTA of a cluster loads whole atoms");
   static_assert(kQuarterRows % 16 == 0, "a warp stages 16 rows at once");
-  static_assert(kAtoms * kTileM / 2 <= 128, "sums that leave registers for the rest");
+  static_assert((kAtoms + int(kIsScaled)) * kTileM / 2 <= 128,
+                "sums, with fp8 those of a k tile too, that leave registers for the rest");
 
   static constexpr int kStagedRows = kQuarterRows;
   static constexpr int kStagedBytes = kStagedRows * kRowBytes;
   static constexpr int kOtherBytes = 3072;  // blocks of experts, barriers, alignment
-  static constexpr int kStages =
-      min_of((kSharedBytes - 4 * kStagedBytes - kOtherBytes) / (kWeightBytes + kBytesOfA), 16);
+  static constexpr int kScaleBytes = kIsScaled ? kTileM * int(sizeof(float)) : 0;  // of a stage
+  static constexpr int kStages = min_of(
+      (kSharedBytes - 4 * kStagedBytes - kOtherBytes) / (kWeightBytes + kBytesOfA + kScaleBytes),
+      16);
   static_assert(kStages >= 3);
 
   struct Shared {
     alignas(1024) uint8_t weight[kStages][kWeightBytes];
     alignas(1024) uint8_t a[kStages][kBytesOfA];
     alignas(1024) uint8_t staged[2][2][kStagedBytes];  // of each warpgroup
+    alignas(16) float scale[kIsScaled ? kStages : 1][kIsScaled ? kTileM : 1];
     uint64_t full[kStages];
     uint64_t empty[kStages];
     uint64_t turn[2];  // of each group
@@ -159,8 +176,10 @@ struct GroupedKernel {
     int32_t const* offsets = nullptr;
     RowArrival arrival{};
     WaitLimit wait_limit{};
-    Element const* bias[kWeights] = {};
-    Element* out = nullptr;
+    Out const* bias[kWeights] = {};
+    RowsScales scales{};
+    ExpertScales weight_scales[kWeights] = {};
+    Out* out = nullptr;
     int32_t out_columns = 0;
     int32_t k_tiles = 0;
     int32_t clusters = 0;
@@ -196,6 +215,8 @@ struct GroupedKernel {
       load_a(params, shared);
     } else if (warp == 1) {
       load_weight(params, shared);
+    } else if (kIsScaled && warp == 2) {
+      load_scales(params, shared);
     }
   }
 
@@ -271,7 +292,7 @@ struct GroupedKernel {
     for (auto const& weight : params.weight) prefetch_descriptor(&weight);
     for (auto const& a : params.a) prefetch_descriptor(&a);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.full[i], kIsScaled ? 3 : 2);
       mbarrier_init(&shared.empty[i], kWarpsOfGroup * kClusterN);
     }
     for (uint64_t& turn : shared.turn) mbarrier_init(&turn, kWarpsOfGroup);
@@ -368,6 +389,52 @@ struct GroupedKernel {
     }
   }
 
+  /// Loads the scales of the rows of each tile. What lies behind the last row takes that one's.
+  CUTLASS_DEVICE static void load_scales(Params const& params, Shared& shared) {
+    constexpr int kRowsOfLane = kTileM / cutlass::NumThreadsPerWarp;
+    constexpr int kAtOnce = 8 / kRowsOfLane;  // k tiles, whose loads are under way together
+    static_assert(kAtOnce >= 1);
+    Stage stage;
+    int32_t const end = blocks(params, shared);
+    for (int32_t number = cluster(); number < end; number += params.clusters) {
+      GroupedBlock const block = block_at(params, shared, number);
+      if (params.arrival.arrived != nullptr) await_rows(params, block);
+      float const* from[kRowsOfLane];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsOfLane; ++i) {
+        int32_t const row =
+            min_of(block.rows.first_row + lane_id() + cutlass::NumThreadsPerWarp * i,
+                   params.order.rows - 1);
+        from[i] = params.scales.at + int64_t(row) * params.scales.stride_row;
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t k = 0; k < params.k_tiles; k += kAtOnce) {
+        float held[kAtOnce][kRowsOfLane];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kAtOnce; ++j) {
+          // A k tile beyond the last takes the scales of that one, which are not kept.
+          int64_t const at = min_of(k + j, params.k_tiles - 1) * params.scales.stride_k;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kRowsOfLane; ++i) held[j][i] = __ldcg(from[i] + at);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (k + j < params.k_tiles) {
+            mbarrier_wait(&shared.empty[stage.index], stage.phase ^ 1);
+            stress_delay_warp(params.wait_limit.rank);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kRowsOfLane; ++i) {
+              shared.scale[stage.index][lane_id() + cutlass::NumThreadsPerWarp * i] = held[j][i];
+            }
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(&shared.full[stage.index]);
+            stage.advance();
+          }
+        }
+      }
+    }
+  }
+
   using Sums = float[kAtoms][kTileM / 2];
 
   template <int kFloats>
@@ -438,6 +505,102 @@ struct GroupedKernel {
     give_back(shared, last);
   }
 
+  /// Where the scales of a thread's two columns of an atom begin, at the first k tile.
+  CUTLASS_DEVICE static float const* scale_of_column(Params const& params, int32_t expert,
+                                                     int weight, int32_t column) {
+    ExpertScales const& scales = params.weight_scales[weight];
+    int32_t const given = min_of(column, params.out_columns - 1);
+    return scales.at + expert * scales.stride_expert + given / scales.columns * scales.stride_n;
+  }
+
+  /// multiply_tile() of fp8.
+  template <int kQuarters, class Loaded>
+  CUTLASS_DEVICE static void multiply_scaled(Params const& params, Shared& shared,
+                                             GroupedBlock const& block, int32_t part, Stage& stage,
+                                             Sums& sums, Loaded const& loaded) {
+    using cute::GMMA::Major;
+    constexpr int kRows = kQuarters * kQuarterRows;
+    constexpr int kFloats = kRows / 2;
+    using Mma = Wgmma<Element, Element, kRows, Major::K, Major::K>;
+    constexpr int kSteps = kTileK / Mma::kDepth;
+    auto const thread = int32_t(threadIdx.x) % cutlass::NumThreadsPerWarpGroup;
+    float const* of_columns[kAtoms][2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      int32_t const first = column_of(block) + part * (kAtomsOfOut * kAtomColumns) +
+                            atom % kAtomsOfOut * kAtomColumns + fragment_row(thread);
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        of_columns[atom][half] =
+            scale_of_column(params, block.expert, atom / kAtomsOfOut, first + 8 * half);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kFloats; ++i) sums[atom][i] = 0;
+    }
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t k = 0; k < params.k_tiles; ++k, stage.advance()) {
+      mbarrier_wait(&shared.full[stage.index], stage.phase);
+      stress_delay_warp(params.wait_limit.rank);
+      uint8_t const* const of_a = shared.a[stage.index];
+      uint8_t const* const of_b = shared.weight[stage.index] + part * (kAtomsOfOut * kAtomBytes);
+      float const* const of_rows = shared.scale[stage.index] + fragment_column(thread);
+      CUTLASS_PRAGMA_UNROLL
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        int const in_stage =
+            atom / kAtomsOfOut * (kAtomsOfOut * kWarpgroupsOfGroup) + atom % kAtomsOfOut;
+        float of_tile[kFloats];
+        fence_floats(of_tile);
+        cute::warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int step = 0; step < kSteps; ++step) {
+          int const bytes = step * Mma::kDepth * int(sizeof(Element));
+          Mma::fma(of_tile, wgmma_descriptor(of_b + in_stage * kAtomBytes + bytes),
+                   wgmma_descriptor(of_a + bytes), int32_t(step > 0));
+        }
+        cute::warpgroup_commit_batch();
+        float scale[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          int64_t const at = k * params.weight_scales[atom / kAtomsOfOut].stride_k;
+          scale[half] = __ldg(of_columns[atom][half] + at);
+        }
+        cute::warpgroup_wait<0>();
+        fence_floats(of_tile);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kFloats; i += 4) {
+          auto const of_two = *reinterpret_cast<float2 const*>(of_rows + 2 * i);
+          CUTLASS_PRAGMA_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            float& first = sums[atom][i + 2 * half];
+            float& second = sums[atom][i + 2 * half + 1];
+            first = fmaf(of_tile[i + 2 * half], of_two.x * scale[half], first);
+            second = fmaf(of_tile[i + 2 * half + 1], of_two.y * scale[half], second);
+          }
+        }
+      }
+      __syncwarp();
+      give_back(shared, stage.index);
+    }
+    loaded();
+  }
+
+  template <int kFloats>
+  CUTLASS_DEVICE static void fence_floats(float (&floats)[kFloats]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kFloats; ++i) cute::warpgroup_fence_operand(floats[i]);
+  }
+
+  /// The sums of a tile, of as many quarters as it has.
+  template <int kQuarters, class Loaded>
+  CUTLASS_DEVICE static void sum_up(Params const& params, Shared& shared, GroupedBlock const& block,
+                                    int32_t part, Stage& stage, Sums& sums, Loaded const& loaded) {
+    if constexpr (kIsScaled) {
+      multiply_scaled<kQuarters>(params, shared, block, part, stage, sums, loaded);
+    } else {
+      multiply_tile<kQuarters>(params, shared, part, stage, sums, loaded);
+    }
+  }
+
   CUTLASS_DEVICE static void multiply(Params const& params, Shared& shared, int32_t warpgroup) {
     int32_t const group = kGroups == 1 ? 0 : warpgroup;
     int32_t const part = kGroups == 1 ? warpgroup : 0;
@@ -460,13 +623,13 @@ struct GroupedKernel {
         }
       };
       if (block.rows.quarters == 4) {
-        multiply_tile<4>(params, shared, part, stage, sums, loaded);
+        sum_up<4>(params, shared, block, part, stage, sums, loaded);
       } else if (block.rows.quarters == 3) {
-        multiply_tile<3>(params, shared, part, stage, sums, loaded);
+        sum_up<3>(params, shared, block, part, stage, sums, loaded);
       } else if (block.rows.quarters == 2) {
-        multiply_tile<2>(params, shared, part, stage, sums, loaded);
+        sum_up<2>(params, shared, block, part, stage, sums, loaded);
       } else {
-        multiply_tile<1>(params, shared, part, stage, sums, loaded);
+        sum_up<1>(params, shared, block, part, stage, sums, loaded);
       }
       if constexpr (kGroups > 1) stage.skip((kGroups - 1) * params.k_tiles);
       store(params, shared, block, warpgroup, part, buffer, sums);
@@ -541,9 +704,9 @@ struct GroupedKernel {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 4; ++i) {
             int const first = (quarter * kStagedRows + row) / 2 + 2 * i;
-            cutlass::AlignedArray<Element, 2> two;
-            two[0] = Element(result(first));
-            two[1] = Element(result(first + 1));
+            cutlass::AlignedArray<Out, 2> two;
+            two[0] = Out(result(first));
+            two[1] = Out(result(first + 1));
             of_atoms[i] = *reinterpret_cast<uint32_t const*>(&two);
           }
           stage_16_rows(staged + row * kRowBytes, thread, of_atoms);
