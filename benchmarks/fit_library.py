@@ -155,7 +155,7 @@ class Fit:
 
 
 def badly_chosen(of: Sequence[Roof]) -> list[Roof]:
-    """Those for which the library may choose a bad kernel."""
+    """The products for which the library may choose a bad kernel."""
     return [
         roof
         for roof in of

@@ -19,6 +19,7 @@ from agmm.planning.problems import (
     MAX_CLUSTER_SPLITS,
     MAX_SCATTER_TILES,
     MAX_SIZE,
+    PLAIN,
     KernelConfig,
     Problem,
 )
@@ -129,6 +130,8 @@ def _why_gather_illegal(
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
     if plan.kernel is None:
         return "plan: found no kernel, wanted one"
+    if plan.transport == GATHER and problem.epilogue != PLAIN:
+        return f"plan: found {plan.name} with an activation, wanted a fused one or gather"
     reason = plan.transport.why_illegal(problem, plan.kernel)
     if reason is not None:
         return reason if reason.startswith("plan: ") else f"plan: {reason}"

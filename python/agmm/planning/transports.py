@@ -25,7 +25,6 @@ from agmm.planning.problems import (
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
     NUMBER,
-    PLAIN,
     KernelConfig,
     Problem,
 )
@@ -237,8 +236,7 @@ class SmPush(FusedGather):
 
 @dataclass(frozen=True)
 class Gather(Transport):
-    """A kernel of agmm gathers A with its scales; the library or one of agmm's kernels multiplies
-    all rows then."""
+    """A kernel of agmm gathers A with its scales; then the library or another kernel multiplies."""
 
     name = "gather"
     ops = (ALL_GATHER_MATMUL,)
@@ -247,8 +245,6 @@ class Gather(Transport):
     def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
         if problem.gpu != CPU and not self.serves(problem):
             return f"plan: found gather of {problem.format}, wanted another transport"
-        if kernel is not None and problem.epilogue != PLAIN:
-            return f"gather: found {kernel.kernel} with an activation, wanted none"
         return cost_model.why_not_gathered(problem)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
