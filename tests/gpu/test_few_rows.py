@@ -17,7 +17,7 @@ from agmm.ops import async_input_mm, async_input_scaled_mm
 from agmm.planning import call_plans, legality
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
-from agmm.runtime import cuda_packed
+from agmm.runtime import cuda_calls, cuda_lists, cuda_packed
 from agmm.runtime.epilogues import Epilogue
 from agmm.testing.ranks import RankPool
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
@@ -134,6 +134,19 @@ def test_the_bits_of_a_row_are_its_own(n: int, k: int, column_major: bool) -> No
                 assert torch.equal(out, wanted[begin : begin + m]), label
 
 
+def _in_one_launch(
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    config: KernelConfig,
+    sm_count: int,
+) -> list[torch.Tensor]:
+    kernels = [cuda_calls.Kernel(config.core, cuda_calls.plain_format("a", a))] * len(bs)
+    assert cuda_lists.share_a_launch(bs, kernels)
+    call = cuda_lists.ready_matmuls(a, bs, None, 0, kernels, sm_count=sm_count)
+    return call(a, bs, None, biases)
+
+
 @of_kernels
 @of_layouts
 def test_several_weights_in_one_launch(kernel: KernelConfig, column_major: bool) -> None:
@@ -149,9 +162,7 @@ def test_several_weights_in_one_launch(kernel: KernelConfig, column_major: bool)
                 for sm_count in (0, 16):
                     a = randn(m, k)
                     poison_freed_memory(m, sum(sizes))
-                    outs = async_input_mm.list_on_cuda(
-                        a, bs, None, 0, config=config, biases=biases, sm_count=sm_count
-                    )
+                    outs = _in_one_launch(a, bs, biases, config, sm_count)
                     for b, bias, out in zip(bs, biases, outs, strict=True):
                         one = async_input_mm.on_cuda(a, b, None, 0, bias=bias, config=config)
                         label = f"{m}x{b.shape[1]}x{k} {config.name} of {sizes}, {sm_count} CTAs"

@@ -169,6 +169,7 @@ def explain(
         measured_alone_us=None if row is None else row.roof_us,
         times=tuple(times(problem, choice)),
         notes=tuple(notes),
+        is_unfused=choice.plan == UNFUSED,
         alternatives=alternatives,
     )
 

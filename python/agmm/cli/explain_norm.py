@@ -11,8 +11,7 @@ from agmm.cli.explanations import Explanation
 from agmm.errors import InvalidArgument
 from agmm.planning import formats
 from agmm.planning.cost_model import collectives as collective_costs
-from agmm.planning.plans import UNFUSED
-from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, NORMED, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, NORMED, Problem
 
 
 def explain_normed(problem: Problem) -> Explanation:
@@ -37,8 +36,7 @@ def explain_normed(problem: Problem) -> Explanation:
     if method is None:
         return replace(found, plan=f"{found.plan}, then {then}", notes=(*found.notes, _TIMES))
     kernel = _streaming(problem)
-    is_unfused = _sum_is_unfused(problem)
-    if kernel is None and not is_unfused:
+    if kernel is None and not found.is_unfused:
         return replace(found, plan=f"{found.plan}, then {then}", notes=(*found.notes, _TIMES))
     product = "torch.mm" if kernel is None else f"a kernel that streams the weight ({kernel})"
     return replace(
@@ -68,12 +66,6 @@ def _method(problem: Problem) -> str | None:
     method = collective_costs.collective_method("all_reduce", nbytes, ranks)
     fits = row_bytes <= _core.MAX_NORM_ROW_BYTES
     return method if method in explain.NORMED_METHODS and fits else None
-
-
-def _sum_is_unfused(problem: Problem) -> bool:
-    planner = explain.planner_for(problem.gpu, problem.world_size)
-    m = -(-problem.m // problem.world_size) * problem.world_size
-    return bool(planner.choose(replace(problem, op=MATMUL_ALL_REDUCE, m=m)).plan == UNFUSED)
 
 
 def _streaming(problem: Problem) -> str | None:

@@ -55,6 +55,8 @@ class Explanation:
     times: tuple[str, ...] = ()
     """What is said of these times."""
     notes: tuple[str, ...] = ()
+    is_unfused: bool = False
+    """Whether the planner leaves the call to the library's matmul and a collective."""
     alternatives: tuple[Alternative, ...] = ()
     """The plans that there are, fastest first, the chosen one among them."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from agmm import _core, errors
+from agmm import errors
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad, check_same
 from agmm.ops.kept import kind_of
@@ -15,7 +15,7 @@ from agmm.ops.kernel_epilogues import why_behind
 from agmm.ops.library import library
 from agmm.planning import call_plans, heuristics, legality
 from agmm.planning.problems import PLAIN, KernelConfig
-from agmm.runtime import cpu_async_input, cuda_calls, cuda_lists, symmetric
+from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 from agmm.runtime.epilogues import Epilogue, named
 
 
@@ -178,32 +178,6 @@ def on_cuda(
     kernel = _kernel(a, b, a_chunk_signals, config)
     call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
     return call(a, b, a_chunk_signals, bias=bias, tile_times=tile_times)
-
-
-def list_on_cuda(
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    a_chunk_signals: torch.Tensor | None,
-    pivot: int,
-    *,
-    config: KernelConfig,
-    biases: Sequence[torch.Tensor | None] | None = None,
-    sm_count: int = 0,
-) -> list[torch.Tensor]:
-    """``a @ b (+ bias)`` for each of several weights of one layout, by one launch of a streaming
-    kernel. Arguments are as those of `on_cuda`.
-
-    Raises:
-        InvalidArgument: the kernel cannot take the operands; the message says why.
-    """
-    kernels = [_kernel(a, b, a_chunk_signals, config) for b in bs]
-    if not cuda_lists.share_a_launch(bs, kernels):
-        raise InvalidArgument(
-            f"config: found {config.kernel} for {len(bs)} weights, wanted a streaming kernel for 2 "
-            f"to {_core.MAX_STREAMED_WEIGHTS} weights of one layout"
-        )
-    call = cuda_lists.ready_matmuls(a, bs, a_chunk_signals, pivot, kernels, sm_count=sm_count)
-    return call(a, bs, a_chunk_signals, biases or [None] * len(bs))
 
 
 def activated_on_cuda(
