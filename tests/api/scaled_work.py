@@ -447,6 +447,7 @@ class ByTheLibrary(NamedTuple):
 
     A: Scaled
     weight: Weight
+    config: Any = None
 
     def __call__(
         self,

@@ -222,8 +222,8 @@ def all_gather_matmul(
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.
         bias: [N], added to the product before it is rounded; one or None for each of several B.
-        config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
-            transport (``KERNEL/pull``); on CUDA ``"gather"``: agmm's gather of at most 16 MiB, then
+        config: a `KernelConfig` or its name to use, perhaps with ``/gather`` (agmm's gather comes
+            first) or another transport; on CUDA ``"gather"``: agmm's gather of at most 16 MiB, then
             the library's matmul; ``"streamed"``: that gather and a kernel of few rows, which reads
             the weight meanwhile; or ``"portable"``: copies beside products of the library; or
             ``"unfused"``, which ``strict`` refuses.

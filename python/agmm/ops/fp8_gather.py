@@ -20,7 +20,6 @@ from agmm.ops.kernel_epilogues import why_scaled_behind
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
-from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import FusedGather
 from agmm.runtime import collectives, groups, nan_check
@@ -239,8 +238,10 @@ class Fp8Gather(GatherCall):
             epilogue=self.settings.epilogue,
         )
 
-    def ready_behind_gather(self, plan: Plan | None) -> Ready:
-        return behind_gather(self.shard, self.weights, self.leading, self.group, self.return_A)
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
+        return behind_gather(
+            self.shard, self.weights, kernels, self.leading, self.group, self.return_A
+        )
 
     def ready_by_copies(self, pieces: int) -> Ready:
         weights, shard = self.weights, self.shard

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument
-from agmm.ops import one_launch, portable, small_collectives
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import behind_gather, one_launch, portable, small_collectives
 from agmm.ops.kernel_epilogues import Composed, not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
@@ -98,14 +98,18 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
     @abstractmethod
-    def ready_behind_gather(self, plan: Plan | None) -> Ready:
-        """The call of agmm's gather, then of a matmul of all rows, by a streaming kernel where the
-        plan says so, for any operands of this kind."""
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
+        """The call of agmm's gather, then of a matmul of all rows by a kernel for each weight, for
+        any operands of this kind."""
+
+    def ready_streamed(self) -> Ready:
+        """The call of agmm's gather beside streaming kernels, for any operands of this kind."""
+        raise Unsupported(str(self.why_not_streamed()))
 
     def why_not_streamed(self) -> str | None:
         """Why no streaming kernel multiplies behind agmm's gather, or None."""
-        name, dtype = plans.BY_STREAM.name, self.values.dtype
-        return f"config: {name} was asked for with {dtype}, it wants bfloat16 or float16"
+        dtype = self.values.dtype
+        return f"config: streamed was asked for with {dtype}, it wants bfloat16 or float16"
 
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
@@ -133,8 +137,7 @@ class GatherCall(OpCall[Gathered]):
     def why_not_gathered(self) -> str | None:
         """Why agmm's gather kernel cannot take the shard, or None."""
         if self.device.type != "cuda":
-            name, device = plans.GATHERED.name, self.device
-            return f"config: {name} was asked for on {device}, it wants cuda"
+            return f"config: gather was asked for on {self.device}, it wants cuda"
         return small_collectives.why_not("all_gather", self.values, self.group)
 
     @property
@@ -197,8 +200,7 @@ class GatherCall(OpCall[Gathered]):
             return f"activation: found {name!r} on the portable path, wanted none"
         if self.settings.epilogue is None or self.device.type != "cuda":
             return None
-        asked = self.named_config()[1]
-        if asked in plans.BEHIND_GATHER:
+        if self.named_config()[1] in plans.BEHIND_GATHER:
             name = self.settings.epilogue.activation
             return f"config: found {self.settings.config!r} with activation {name!r}, wanted none"
         return self.why_behind  # where a plan has chosen the gather, there is no kernel to have it
@@ -279,12 +281,11 @@ class GatherCall(OpCall[Gathered]):
             reason = self.why_not_gathered()
             if reason is None and named == STREAMED:
                 reason = self.why_not_streamed()
-            by = GATHER if reason is None else LIBRARY
-            return Route(by, reason, Plan(named), lasts)
+            return Route(LIBRARY if reason else GATHER, reason, Plan(named), lasts)
         if planned is not None and planned.transport in plans.BEHIND_GATHER:
             if self.why_not_gathered() is None:
                 return Route(GATHER, plan=planned, lasts=lasts)
-            # The call is captured before the gather has memory: it is fused this time.
+            # A capture before the gather has memory is fused this time.
             self._miss_trial()
             return Route(KERNEL, lasts=False)
         plan = planned if self.trial is not None and is_one else settings.plan
@@ -332,7 +333,10 @@ class GatherCall(OpCall[Gathered]):
 
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
-            ready = self.ready_behind_gather(route.plan)
+            given = self.named_config()[0], route.plan, self.problem, len(self.columns())
+            is_streamed = route.plan is not None and route.plan.transport == STREAMED
+            kernels = [] if is_streamed else behind_gather.kernels_of(*given)
+            ready = self.ready_streamed() if is_streamed else self.ready_behind_gather(kernels)
         elif route.by == PORTABLE and self.by_pieces:
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()
@@ -342,8 +346,7 @@ class GatherCall(OpCall[Gathered]):
             return self.again_on_cpu()
         else:
             workspace = cuda_workspace(self.group, self.device)
-            kernels, transport = self._kernels(route.plan)
-            ready = self.ready_on_cuda(workspace, kernels, transport)
+            ready = self.ready_on_cuda(workspace, *self._kernels(route.plan))
             if self.in_kernel is not None:
                 return ready
         epilogue = self.settings.epilogue
@@ -380,10 +383,9 @@ class GatherCall(OpCall[Gathered]):
                 chosen = call_plans.planner(self.group, self.device).fused_plan(problem)
             assert chosen.kernel is not None
             if not found:
-                by_plan = chosen.transport
-                if by_plan == STREAMED:  # whose kernel takes rows by copies too
-                    by_plan = copy_transports(problem, chosen.kernel)[0]
-                transport = transport or by_plan
+                transport = transport or chosen.transport
+                if transport == STREAMED:  # whose kernel takes rows by copies too
+                    transport = copy_transports(problem, chosen.kernel)[0]
                 reason = transport.why_illegal(problem, chosen.kernel)
                 if reason is not None:
                     which = f"{chosen.kernel.kernel}, return_A={self.settings.return_A}"

@@ -24,7 +24,6 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.library import define
 from agmm.ops.pipeline import GATHER, LIBRARY, Ready, Route, serve
 from agmm.planning import call_plans
-from agmm.planning.plans import Plan
 from agmm.planning.problems import Problem
 from agmm.runtime import capabilities, groups
 from agmm.runtime.calls import Call
@@ -227,7 +226,7 @@ class _PackedGather(GatherCall):
             chunks_per_shard=planner.plan(self.problem(None)).chunks_per_shard,
         )
 
-    def ready_behind_gather(self, plan: Plan | None) -> Ready:
+    def ready_behind_gather(self, _: Sequence[Any]) -> Ready:
         if self.group.size() == 1:
             A = self.shard.clone() if self.settings.return_A else self.shard
             return lambda: self._products(A)

@@ -19,10 +19,11 @@ from agmm.planning.problems import (
     MAX_CLUSTER_SPLITS,
     MAX_SCATTER_TILES,
     MAX_SIZE,
+    PLAIN,
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import LAGGED, PUSH, SCATTER, STREAMED
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, STREAMED
 
 MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
 """How many products a kernel adds up at most, by kind of format (`ScatterSpec::kMaxProducts`). The
@@ -129,6 +130,8 @@ def _why_gather_illegal(
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
     if plan.kernel is None:
         return "plan: found no kernel, wanted one"
+    if plan.transport == GATHER and problem.epilogue != PLAIN:
+        return f"plan: found {plan.name} with an activation, wanted a fused one or gather"
     return _why_not_built(problem, plan, plan.kernel, kernels)
 
 
@@ -138,11 +141,12 @@ def _why_not_built(
     """The reason why the build has not the plan's kernel with its transport, or None."""
     reason = plan.transport.why_illegal(problem, kernel)
     if reason is not None:
-        return f"plan: {reason}"
+        return reason if reason.startswith("plan: ") else f"plan: {reason}"
     built = built_as(kernel, kernels)
     if built is None:
         return f"plan: found kernel {kernel.kernel}, which is not in this build"
-    return _why_splits_illegal(kernel, legal_splits(problem, built))
+    multiplied = cost_model.behind_gather(problem) if plan.transport == GATHER else problem
+    return _why_splits_illegal(kernel, legal_splits(multiplied, built))
 
 
 def _why_streamed_illegal(

@@ -19,7 +19,7 @@ from agmm.planning.heuristics import (
     usual_plans,
 )
 from agmm.planning.legality import why_unfused
-from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
+from agmm.planning.plans import BY_TORCH, GATHERED, GATHERED_TO_KERNEL, UNFUSED, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
@@ -68,7 +68,7 @@ class Choice:
 
 def rated_us(problem: Problem, plan: Plan, us: float) -> float:
     """The predicted time of a plan as it is compared with other plans."""
-    return us * (cost_model.choice_margin(problem, plan.transport.family) or 1.0)
+    return us * (cost_model.choice_margin(problem, plan.family) or 1.0)
 
 
 class Found(NamedTuple):
@@ -88,9 +88,9 @@ class Here:
         self.problem = problem
         self.at = At(problem)
         self.fastest: tuple[tuple[Plan, float] | None] | None = None
-        """The fastest plan with a kernel and its time, once it has been looked for."""
+        """The fastest fused plan and its time, once it has been looked for."""
         self.unfused: tuple[Plan, float] | None = None
-        """The fastest plan with the library's matmul and its time, once it has been looked for."""
+        """The fastest plan that gathers first and its time, once it has been looked for."""
 
 
 class OpPlans(Protocol):
@@ -128,6 +128,8 @@ class GatherPlans:
             if self.why_unfused is None:
                 self.kernels = gather_kernels(problem, kernels_of)
         self._search = Search(problem, self.kernels)
+        self._behind: Search | None = None
+        """The search among the kernels behind a gather, once there was one."""
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
@@ -144,7 +146,7 @@ class GatherPlans:
             plan, us = self._unfused(here)
             return Found(plan, NO_KERNEL, us)
         plan, us = self._unfused(here)
-        margin = cost_model.choice_margin(problem, plan.transport.family)
+        margin = cost_model.choice_margin(problem, plan.family)
         if margin is not None:
             is_faster = rated_us(problem, *best) <= us * margin
         elif plan != UNFUSED:  # whose time does not vary
@@ -168,6 +170,8 @@ class GatherPlans:
             plans = [plan for plan in plans if not isinstance(plan.transport, SmPush)]
         if self.why_unfused is None and GATHER.why_illegal(problem, None) is None:
             plans.append(GATHERED)
+            plan = self._to_kernel(problem)
+            plans += [] if plan is None else [plan]
         streamed = self._streamed(problem)
         return [*plans, *([] if streamed is None else [streamed]), UNFUSED]
 
@@ -175,13 +179,13 @@ class GatherPlans:
         return self.kernels
 
     def likeness(self, plan: Plan) -> Hashable:
-        return plan.kernel is None
+        return plan.gathers_first, plan.kernel is None
 
     def instead_of(self, here: Here, row: Row) -> Found | None:
         if row.plan != UNFUSED or not row.agmm.startswith(_WITHOUT_GATHER):
             return None
         plan, us = self._unfused(here)
-        return Found(plan, "cost model", us) if plan == GATHERED else None
+        return Found(plan, "cost model", us) if plan != UNFUSED else None
 
     def _fastest(self, here: Here) -> tuple[Plan, float] | None:
         if here.fastest is None:
@@ -196,15 +200,40 @@ class GatherPlans:
         """The fastest of the plans with a matmul of all rows, and its time by the cost model."""
         problem = here.problem
         if here.unfused is None:
-            plans = [UNFUSED]
+            timed = [(UNFUSED, cost_model.unfused_us(problem))]
             if GATHER.why_illegal(problem, None) is None:
-                plans.append(GATHERED)
+                timed.append((GATHERED, cost_model.gathered_us(problem)))
+                own = self._to_kernel(problem) if self._may_win(here, timed) else None
+                if own is not None:
+                    timed.append((own, cost_model.gathered_us(problem, own.kernel)))
             streamed = self._streamed(problem)
             if streamed is not None:
-                plans.append(streamed)
-            timed = [(plan, predict_us(problem, plan) or 0.0) for plan in plans]
+                timed.append((streamed, predict_us(problem, streamed) or 0.0))
             here.unfused = min(timed, key=lambda pair: rated_us(problem, *pair))
         return here.unfused
+
+    def _may_win(self, here: Here, timed: Sequence[tuple[Plan, float]]) -> bool:
+        """Whether a gather before a kernel that loses nothing to its tiles is rated as faster than
+        these plans and the fastest fused one; to look for the kernel takes as long as all else."""
+        problem, fastest = here.problem, self._fastest(here)
+        if not cost_model.has_margin(problem, GATHERED_TO_KERNEL):
+            return False
+        margin = cost_model.choice_margin(problem, GATHERED_TO_KERNEL) or 1.0
+        others = [*timed] if fastest is None else [*timed, fastest]
+        least_us = margin * cost_model.least_gathered_us(problem)
+        return least_us < min(rated_us(problem, *one) for one in others)
+
+    def _to_kernel(self, problem: Problem) -> Plan | None:
+        """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is
+        none, and where nobody has compared such plans with others: they are left to tables then."""
+        is_known = cost_model.has_margin(problem, GATHERED_TO_KERNEL)
+        if problem.epilogue != PLAIN or not is_known:
+            return None
+        multiplied = cost_model.behind_gather(problem)
+        if self._behind is None:
+            self._behind = Search(multiplied, self.kernels)
+        found = self._behind.fastest(At(multiplied))
+        return None if found is None else Plan(GATHER, found[0].kernel)
 
 
 class ScatterPlans:

@@ -234,21 +234,19 @@ class SmPush(FusedGather):
 
 @dataclass(frozen=True)
 class Gather(Transport):
-    """A kernel of agmm gathers A, and another launch its scales; the library multiplies them."""
+    """A kernel of agmm gathers A with its scales; then the library or another kernel multiplies."""
 
     name = "gather"
     ops = (ALL_GATHER_MATMUL,)
     kinds = _ANY_KIND
 
     def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
-        if kernel is not None:
-            return super().why_illegal(problem, kernel)
         if problem.gpu != CPU and not self.serves(problem):
             return f"plan: found gather of {problem.format}, wanted another transport"
         return cost_model.why_not_gathered(problem)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
-        return cost_model.gathered_us(problem)
+        return cost_model.gathered_us(problem, kernel)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,18 @@ from typing import Literal
 
 from agmm import _core
 from agmm.planning import formats
+from agmm.planning.cost_model.gather import fused_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
-from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
+from agmm.planning.cost_model.matmul import (
+    arithmetic_us,
+    behind_us,
+    is_b_in_l2,
+    matmul_memory_us,
+    matmul_us,
+    roof_us,
+    roofline_us,
+)
 from agmm.planning.cost_model.streaming import Stream
 from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
@@ -109,11 +118,29 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
     return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
 
 
-def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul, for
-    which the library's time stands."""
+def gathered_us(problem: Problem, kernel: KernelConfig | None = None) -> float:
+    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul: by
+    ``kernel``, or by the library; of fp8 by a kernel that is not named, whose time is taken to be
+    the roof."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
-    return gather_us + matmul_us(problem) + behind_us(problem)
+    if kernel is None:
+        is_fp8 = formats.of(problem.format).kind == formats.FP8
+        return gather_us + (roof_us if is_fp8 else matmul_us)(problem) + behind_us(problem)
+    return gather_us + constants_for(problem).call_us + fused_us(behind_gather(problem), kernel)
+
+
+def least_gathered_us(problem: Problem) -> float:
+    """The least time in µs of `gathered_us` by a kernel, which reaches the rates of the library and
+    loses nothing to its tiles."""
+    c = constants_for(problem)
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    us = roofline_us(arithmetic_us(problem), matmul_memory_us(problem))
+    return gather_us + c.call_us + c.launch_us + us
+
+
+def behind_gather(problem: Problem) -> Problem:
+    """The product of all rows that follows a gather, as that of one rank."""
+    return replace(problem, world_size=1, return_A=False)
 
 
 def streamed_gather_us(problem: Problem, kernel: KernelConfig) -> float:
@@ -190,7 +217,7 @@ def gathered_margin(problem: Problem) -> float:
 
 def margin_name(problem: Problem, family: str) -> str:
     """The name that ``choice_margins`` has for plans with transports of a family."""
-    if family == "gather":
+    if family.startswith("gather"):
         is_large = gathered_bytes(problem) > STEADY_GATHER_BYTES
     else:
         scatters = family == "unfused" and problem.op == MATMUL_REDUCE_SCATTER
@@ -203,6 +230,12 @@ def choice_margin(problem: Problem, family: str) -> float | None:
     fitted for the op."""
     fitted = constants_for(problem).choice_margins.get(problem.op)
     return None if fitted is None else fitted.get(margin_name(problem, family), 1.0)
+
+
+def has_margin(problem: Problem, family: str) -> bool:
+    """Whether ``choice_margins`` has a factor for just these plans."""
+    fitted = constants_for(problem).choice_margins.get(problem.op, {})
+    return margin_name(problem, family) in fitted
 
 
 def why_not_gathered(problem: Problem) -> str | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
+from agmm.planning.cost_model.library_matmul import is_badly_chosen, tiled_us
 from agmm.planning.cost_model.streaming import Stream
 from agmm.planning.problems import PLAIN, KernelConfig, Problem
 
@@ -155,5 +156,23 @@ def behind_us(problem: Problem) -> float:
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants_for(problem)
-    us = roofline_us(arithmetic_us(problem), c.matmul_latency_us + matmul_memory_us(problem))
+    if not c.library:
+        return roof_us(problem)
+    element_bytes = formats.of(problem.format).element_bytes
+    busy_us = tiled_us(c, (problem.m, problem.n, problem.k), element_bytes)
+    if is_badly_chosen(problem.m) and not is_b_in_l2(problem):
+        busy_us *= c.library["badly_chosen_factor"]
+    read_us = matmul_memory_us(problem) * c.matmul_gb_per_s / c.library["gb_per_s"]
+    return _launched_us(c, busy_us, c.library["latency_us"] + read_us)
+
+
+def roof_us(problem: Problem) -> float:
+    """Predicted time in µs of a matmul that loses nothing to its tiles."""
+    c = constants_for(problem)
+    memory_us = c.matmul_latency_us + matmul_memory_us(problem)
+    return _launched_us(c, arithmetic_us(problem), memory_us)
+
+
+def _launched_us(c: Constants, busy_us: float, memory_us: float) -> float:
+    us = roofline_us(busy_us, memory_us)
     return c.launch_us + us + lost_clock_us(c, us, "library")
