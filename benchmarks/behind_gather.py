@@ -33,7 +33,7 @@ from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm, async_input_scaled_mm, scaled_products
 from agmm.planning import call_plans, legality, tables
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.cost_model import behind_gather, has_margin, matmul_us
+from agmm.planning.cost_model import behind_gather, margin_of, matmul_us
 from agmm.planning.op_plans import rated_us
 from agmm.planning.plans import GATHERED, GATHERED_TO_KERNEL, UNFUSED, Plan
 from agmm.planning.predictions import predict_us
@@ -86,7 +86,7 @@ def plans_of(problem: Problem) -> list[Plan]:
 def chosen(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """The one that is rated as the fastest, as a planner without tables rates them. It takes no
     kernel where nobody has compared such plans."""
-    if not has_margin(problem, GATHERED_TO_KERNEL):
+    if margin_of(problem, GATHERED_TO_KERNEL) is None:
         return GATHERED
     return min(plans, key=lambda plan: rated_us(problem, plan, predict_us(problem, plan) or 0.0))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple, Protocol
 
 from agmm.planning import cost_model
@@ -200,40 +201,52 @@ class GatherPlans:
         """The fastest of the plans with a matmul of all rows, and its time by the cost model."""
         problem = here.problem
         if here.unfused is None:
-            timed = [(UNFUSED, cost_model.unfused_us(problem))]
-            if GATHER.why_illegal(problem, None) is None:
-                timed.append((GATHERED, cost_model.gathered_us(problem)))
-                own = self._to_kernel(problem) if self._may_win(here, timed) else None
-                if own is not None:
-                    timed.append((own, cost_model.gathered_us(problem, own.kernel)))
+            alone_us = cost_model.matmul_us(problem)
+            timed = [(UNFUSED, cost_model.unfused_us(problem, alone_us))]
+            is_gathered = GATHER.why_illegal(problem, None) is None
+            if is_gathered:
+                timed.append((GATHERED, cost_model.gathered_us(problem, None, alone_us)))
             streamed = self._streamed(problem)
             if streamed is not None:
                 timed.append((streamed, predict_us(problem, streamed) or 0.0))
-            here.unfused = min(timed, key=lambda pair: rated_us(problem, *pair))
+            rated = [rated_us(problem, *one) for one in timed]
+            least_us = min(rated)
+            own = self._faster_to_kernel(here, least_us) if is_gathered else None
+            here.unfused = own or timed[rated.index(least_us)]
         return here.unfused
 
-    def _may_win(self, here: Here, timed: Sequence[tuple[Plan, float]]) -> bool:
-        """Whether a gather before a kernel that loses nothing to its tiles is rated as faster than
-        these plans and the fastest fused one; to look for the kernel takes as long as all else."""
+    def _faster_to_kernel(self, here: Here, least_us: float) -> tuple[Plan, float] | None:
+        """A gather before a kernel, and its time by the cost model, where it is rated as faster
+        than ``least_us`` and the fastest fused plan. It is looked for only where a kernel that
+        loses nothing to its tiles would be: to look takes as long as all else."""
         problem, fastest = here.problem, self._fastest(here)
-        if not cost_model.has_margin(problem, GATHERED_TO_KERNEL):
-            return False
-        margin = cost_model.choice_margin(problem, GATHERED_TO_KERNEL) or 1.0
-        others = [*timed] if fastest is None else [*timed, fastest]
-        least_us = margin * cost_model.least_gathered_us(problem)
-        return least_us < min(rated_us(problem, *one) for one in others)
+        margin = cost_model.margin_of(problem, GATHERED_TO_KERNEL)
+        if margin is None or problem.epilogue != PLAIN:
+            return None
+        if fastest is not None:
+            least_us = min(least_us, rated_us(problem, *fastest))
+        gather_us = cost_model.before_kernel_us(problem)
+        most_us = least_us / margin - gather_us
+        if cost_model.least_behind_us(problem) >= most_us:
+            return None
+        found = self._search_behind(problem, most_us)
+        return None if found is None else (Plan(GATHER, found[0].kernel), gather_us + found[1])
 
     def _to_kernel(self, problem: Problem) -> Plan | None:
         """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is
         none, and where nobody has compared such plans with others: they are left to tables then."""
-        is_known = cost_model.has_margin(problem, GATHERED_TO_KERNEL)
+        is_known = cost_model.margin_of(problem, GATHERED_TO_KERNEL) is not None
         if problem.epilogue != PLAIN or not is_known:
             return None
+        found = self._search_behind(problem)
+        return None if found is None else Plan(GATHER, found[0].kernel)
+
+    def _search_behind(self, problem: Problem, most_us: float = inf) -> tuple[Plan, float] | None:
+        """The fastest kernel for all rows, and its time, if that is less than ``most_us``."""
         multiplied = cost_model.behind_gather(problem)
         if self._behind is None:
             self._behind = Search(multiplied, self.kernels)
-        found = self._behind.fastest(At(multiplied))
-        return None if found is None else Plan(GATHER, found[0].kernel)
+        return self._behind.fastest(At(multiplied), most_us)
 
 
 class ScatterPlans:

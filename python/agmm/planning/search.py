@@ -24,7 +24,6 @@ from agmm.planning.plans import Plan
 from agmm.planning.problems import MAX_COLUMN_CHUNKS, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_transports
 
-
 _WAITS = tuple(product((False, True), repeat=2))
 """Whether a kernel's copies are pulled, and whether it can push."""
 _FLOOR, _SPLITS, _LEAST = range(3)
@@ -133,7 +132,8 @@ class Search:
                 continue
             tiling, wait_us = kernel.tiling, waits_us[kernel.waits]
             least_us = floor_us(tiling, wait_us)
-            waiting.append((least_us, number, _FLOOR, kernel, None, 0.0, 0.0))
+            if least_us < most_us:
+                waiting.append((least_us, number, _FLOOR, kernel, None, 0.0, 0.0))
             if kernel.can_split and 2 * at.blocks(tiling) <= tiling.workers:
                 least_us = at.split_floor_us(tiling, wait_us)
                 waiting.append((least_us, number + 1, _SPLITS, kernel, None, 0.0, 0.0))

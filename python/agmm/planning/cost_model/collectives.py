@@ -118,24 +118,33 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
     return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
 
 
-def gathered_us(problem: Problem, kernel: KernelConfig | None = None) -> float:
+def gathered_us(
+    problem: Problem, kernel: KernelConfig | None = None, alone_us: float | None = None
+) -> float:
     """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul: by
-    ``kernel``, or by the library; of fp8 by a kernel that is not named, whose time is taken to be
-    the roof."""
+    ``kernel``, or by the library, whose time is ``alone_us`` where it is known; of fp8 by a kernel
+    that is not named, whose time is taken to be the roof."""
+    if kernel is not None:
+        return before_kernel_us(problem) + fused_us(behind_gather(problem), kernel)
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
-    if kernel is None:
-        is_fp8 = formats.of(problem.format).kind == formats.FP8
-        return gather_us + (roof_us if is_fp8 else matmul_us)(problem) + behind_us(problem)
-    return gather_us + constants_for(problem).call_us + fused_us(behind_gather(problem), kernel)
+    if formats.of(problem.format).kind == formats.FP8:
+        alone_us = roof_us(problem)
+    elif alone_us is None:
+        alone_us = matmul_us(problem)
+    return gather_us + alone_us + behind_us(problem)
 
 
-def least_gathered_us(problem: Problem) -> float:
-    """The least time in µs of `gathered_us` by a kernel, which reaches the rates of the library and
+def before_kernel_us(problem: Problem) -> float:
+    """Predicted time in µs of A gathered by agmm's kernel before another one begins."""
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    return gather_us + constants_for(problem).call_us
+
+
+def least_behind_us(problem: Problem) -> float:
+    """The least time in µs of a kernel behind a gather, which reaches the rates of the library and
     loses nothing to its tiles."""
-    c = constants_for(problem)
-    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
     us = roofline_us(arithmetic_us(problem), matmul_memory_us(problem))
-    return gather_us + c.call_us + c.launch_us + us
+    return constants_for(problem).launch_us + us
 
 
 def behind_gather(problem: Problem) -> Problem:
@@ -232,10 +241,10 @@ def choice_margin(problem: Problem, family: str) -> float | None:
     return None if fitted is None else fitted.get(margin_name(problem, family), 1.0)
 
 
-def has_margin(problem: Problem, family: str) -> bool:
-    """Whether ``choice_margins`` has a factor for just these plans."""
+def margin_of(problem: Problem, family: str) -> float | None:
+    """The factor that ``choice_margins`` has for just these plans, or None."""
     fitted = constants_for(problem).choice_margins.get(problem.op, {})
-    return margin_name(problem, family) in fitted
+    return fitted.get(margin_name(problem, family))
 
 
 def why_not_gathered(problem: Problem) -> str | None:

@@ -186,7 +186,7 @@ class At:
         if busy_us > c.steady_clock_us:
             least_us += lost_clock_us(c, busy_us, t.schedule)
         of_memory = self._fourths[0 if t.across else min(self.world_size, rows_of_blocks) - 1]
-        return least_us + (us**4 + of_memory) ** 0.25
+        return least_us + float((us**4 + of_memory) ** 0.25)
 
     def split_floor_us(self, t: Tiling, wait_us: float) -> float:
         """`floor_us` of K in any number of splits above one. ``t`` is that of the kernel without

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,6 +189,11 @@ class Constants:
     uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
     """How far off predictions are, as a share of them, by op and by `Plan.family`: of nine in
     ten calls that nothing was fitted to, at most so much."""
+
+    @cached_property
+    def library_rates(self) -> dict[float, list[tuple[int, int, float]]]:
+        """What `library_matmul` has worked out of these constants, by the bytes of an element."""
+        return {}
 
     def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
         """The value of a constant that is given by kernel for this one, or ``other``."""

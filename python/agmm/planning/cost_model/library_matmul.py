@@ -34,22 +34,39 @@ def tiled_us(c: Constants, size: tuple[int, int, int], element_bytes: float) -> 
     """
     m, n, k = size
     of, sms = c.library, c.sm_count
-    rate, loads, sharp = of["tflops_per_sm"] * 1e6, of["gb_per_s_and_sm"] * 1e3, of["sharpness"]
     tile_us, smooth, gain = of["tile_us"], of["smoothing"], of["idle_gain"]
     split_us, each_us = of["split_us"], of["each_split_us"]
+    rates = c.library_rates.get(element_bytes)
+    if rates is None:
+        rates = c.library_rates[element_bytes] = _rates(c, element_bytes)
     best = inf
-    for rows, columns in c.library_tiles:
-        arithmetic_us = 2 * rows * columns / rate
-        loads_us = (rows + columns) * element_bytes / loads
-        whole_us = k * (arithmetic_us**sharp + loads_us**sharp) ** (1 / sharp)
+    for rows, columns, us_per_k in rates:
+        whole_us = k * us_per_k
         tiles = -(-m // rows) * -(-n // columns)
-        share = tiles / sms
-        waves = max(1.0, -(-tiles // sms) * (1 - smooth) + share * smooth)
-        us = waves * (whole_us * (1 - gain * max(0.0, 1 - share)) + tile_us)
-        best = min(best, us)
+        if tiles >= sms:
+            waves = -(-tiles // sms) * (1 - smooth) + tiles / sms * smooth
+            us = (waves if waves > 1.0 else 1.0) * (whole_us + tile_us)
+            best = us if us < best else best
+            continue
+        us = whole_us * (1 - gain * (1 - tiles / sms)) + tile_us
+        best = us if us < best else best
         for splits in SPLITS:
             if tiles * splits > sms or k < splits * _LEAST_K:
                 break
             part_us = whole_us / splits * (1 - gain * (1 - tiles * splits / sms))
-            best = min(best, part_us + tile_us + split_us + splits * each_us)
+            us = part_us + tile_us + split_us + splits * each_us
+            best = us if us < best else best
     return best
+
+
+def _rates(c: Constants, element_bytes: float) -> list[tuple[int, int, float]]:
+    """The rows and columns of the library's tiles, and the time of each for one column of A."""
+    of = c.library
+    rate, loads, sharp = of["tflops_per_sm"] * 1e6, of["gb_per_s_and_sm"] * 1e3, of["sharpness"]
+    found = []
+    for rows, columns in c.library_tiles:
+        arithmetic_us = 2 * rows * columns / rate
+        loads_us = (rows + columns) * element_bytes / loads
+        us_per_k = (arithmetic_us**sharp + loads_us**sharp) ** (1 / sharp)
+        found.append((rows, columns, us_per_k))
+    return found
