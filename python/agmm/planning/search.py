@@ -26,6 +26,7 @@ from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_trans
 
 _WAITS = tuple(product((False, True), repeat=2))
 """Whether a kernel's copies are pulled, and whether it can push."""
+_Known = tuple[Load, float, float]
 _FLOOR, _SPLITS, _LEAST = range(3)
 """What is known of an entry of a search: a time that no call takes less than, of a kernel or of all
 its splits of K, or the least times."""
@@ -111,6 +112,15 @@ class Search:
             if copy_transports(problem, kernel)
             for config in _with_fewest_splits(problem, kernel)
         ]
+        every = [
+            (MAX_SPLITS * i, of_kernel[0], of_kernel[0].tiling)
+            for i, of_kernel in enumerate(self._of_kernels)
+        ]
+        self._looked_at = {
+            True: every,
+            False: [one for one in every if not one[1].is_swapped],
+        }
+        """The kernels with their numbers in the order of plans, by whether swapped ones count."""
 
     def fastest(self, at: At, most_us: float = inf) -> tuple[Plan, float] | None:
         """Return the fastest of the kernels' `usual_plans` by the cost model, the first of equals;
@@ -121,43 +131,40 @@ class Search:
         a time that is found soon comes first, and a closer one where that rules nothing out.
         """
         # Each entry has the least time, the number in the order of plans, what is known, the
-        # kernel, the load, and the least times with copies and with SM push.
-        waiting: list[tuple[float, int, int, SplitKernel, Load | None, float, float]] = []
-        with_swapped, floor_us = chooses_swapped(at.problem), at.floor_us
+        # kernel, and, where they are known, the load and the least times by copies and by SM push.
+        waiting: list[tuple[float, int, int, SplitKernel, _Known | None]] = []
+        floor_us, m = at.floor_us, at.problem.m
         waits_us = [at.least_wait_us(*which) for which in _WAITS]
-        number = -MAX_SPLITS
-        for of_kernel in self._of_kernels:
-            kernel, number = of_kernel[0], number + MAX_SPLITS
-            if kernel.is_swapped and not with_swapped:
-                continue
-            tiling, wait_us = kernel.tiling, waits_us[kernel.waits]
+        for number, kernel, tiling in self._looked_at[chooses_swapped(at.problem)]:
+            wait_us = waits_us[kernel.waits]
             least_us = floor_us(tiling, wait_us)
             if least_us < most_us:
-                waiting.append((least_us, number, _FLOOR, kernel, None, 0.0, 0.0))
-            if kernel.can_split and 2 * at.blocks(tiling) <= tiling.workers:
+                waiting.append((least_us, number, _FLOOR, kernel, None))
+            if kernel.can_split and m <= tiling.most_rows_of_splits:
                 least_us = at.split_floor_us(tiling, wait_us)
-                waiting.append((least_us, number + 1, _SPLITS, kernel, None, 0.0, 0.0))
+                waiting.append((least_us, number + 1, _SPLITS, kernel, None))
         heapify(waiting)
         best_us, best_number = most_us, 0
         best: tuple[SplitKernel, SmPush | None] | None = None
         while waiting:
-            least_us, number, known, kernel, load, copied_us, pushed_us = heappop(waiting)
+            least_us, number, stage, kernel, known = heappop(waiting)
             limit_us = best_us * _PRUNING
             if least_us > limit_us:
                 break
-            if known == _SPLITS:
+            if stage == _SPLITS:
                 for splits, kernel in self._splits(at, number // MAX_SPLITS):
                     least_us = floor_us(kernel.tiling, waits_us[kernel.waits])
                     if least_us <= limit_us:
                         of_splits = number + splits - 2
-                        heappush(waiting, (least_us, of_splits, _FLOOR, kernel, None, 0.0, 0.0))
+                        heappush(waiting, (least_us, of_splits, _FLOOR, kernel, None))
                 continue
-            if load is None:
+            if known is None:
                 load = at.load(kernel.tiling)
                 least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
                 if least[0] <= limit_us:
-                    heappush(waiting, (least[0], number, _LEAST, kernel, load, *least[1:]))
+                    heappush(waiting, (least[0], number, _LEAST, kernel, (load, *least[1:])))
                 continue
+            load, copied_us, pushed_us = known
             if kernel.can_push and pushed_us <= limit_us:
                 push = kernel.usual_push(at, load)
                 us = kernel.us(at, load, push)

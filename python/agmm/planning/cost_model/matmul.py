@@ -33,6 +33,7 @@ class Tiling:
         "fixed_us",
         "hidden_us",
         "least_split_us",
+        "most_rows_of_splits",
         "schedule",
         "split_us",
         "stream",
@@ -52,6 +53,8 @@ class Tiling:
         together = config.splits if config.splits_in_cluster else 1
         self.workers = max(1, clusters_at_once(sms, self.ctas * together)) * together
         """The number of clusters that are computed at once."""
+        self.most_rows_of_splits = self.workers // (2 * self.blocks_in_row) * self.block_rows
+        """The most rows of A whose clusters are computed at once with K in twice as many splits."""
         self.schedule = config.schedule
         self.stream: Stream | None = None
         """What a streaming kernel reads; it has no times of tiles."""
