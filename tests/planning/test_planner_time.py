@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 import tracemalloc
@@ -19,6 +20,7 @@ from agmm.planning.planner import Planner
 from agmm.planning.plans import Plan, Row
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import CPU, KernelConfig, Problem
+from agmm.planning.search import Search
 from agmm.planning.transport_names import parse
 from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports
 from agmm.planning.tuned_rows import GatherRow, Rows
@@ -153,3 +155,26 @@ def test_what_a_planner_remembers_is_bounded() -> None:
         assert plan_many(10_000) < 1.05 * once
     finally:
         tracemalloc.stop()
+
+
+def test_more_rows_take_no_less_alone() -> None:
+    """By which the planner leaves kernels behind a gather out: the fastest of all for more rows."""
+    draw = random.Random(7)
+    for _ in range(12):
+        columns, k = 8 * draw.randint(16, 1200), 8 * draw.randint(16, 1200)
+        problem = Problem(8, columns, k, gpu=GPU, sm_count=132)
+        search = Search(problem, KERNELS)
+        rows = sorted(draw.randint(1, 3000) for _ in range(40))
+        found = [search.fastest(At(replace(problem, m=m))) for m in rows]
+        times = [one[1] for one in found if one is not None]
+        assert len(times) == len(rows)
+        assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times)), (columns, k)
+
+
+def test_a_search_below_a_limit_finds_what_takes_less() -> None:
+    for problem in random_problems(60, 12):
+        search = Search(problem, KERNELS)
+        best = search.fastest(At(problem))
+        if best is not None:
+            assert search.fastest(At(problem), 1.01 * best[1]) == best
+            assert search.fastest(At(problem), best[1]) is None

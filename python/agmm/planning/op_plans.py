@@ -131,6 +131,9 @@ class GatherPlans:
         self._search = Search(problem, self.kernels)
         self._behind: Search | None = None
         """The search among the kernels behind a gather, once there was one."""
+        self._least_behind: tuple[int, float] = 0, 0.0
+        """The last number of rows for which all of these took too long, and a time in which none of
+        them serves it."""
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
@@ -227,10 +230,15 @@ class GatherPlans:
             least_us = min(least_us, rated_us(problem, *fastest))
         gather_us = cost_model.before_kernel_us(problem)
         most_us = least_us / margin - gather_us
-        if cost_model.least_behind_us(problem) >= most_us:
+        rows, behind_us = self._least_behind
+        is_slower = rows <= problem.m and most_us <= behind_us  # more rows take no less
+        if is_slower or cost_model.least_behind_us(problem) >= most_us:
             return None
         found = self._search_behind(problem, most_us)
-        return None if found is None else (Plan(GATHER, found[0].kernel), gather_us + found[1])
+        if found is None:
+            self._least_behind = problem.m, most_us
+            return None
+        return Plan(GATHER, found[0].kernel), gather_us + found[1]
 
     def _to_kernel(self, problem: Problem) -> Plan | None:
         """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is
