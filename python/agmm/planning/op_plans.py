@@ -3,6 +3,7 @@ model's favourite."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -51,6 +52,10 @@ NO_KERNEL = "no kernel of this build serves it"
 _GATHER_VARIES = 0.2
 """The model takes the unfused plan where the fused ones take longer than it by more than so much of
 its all-gather: that of more than `cost_model.STEADY_GATHER_BYTES` varies from run to run."""
+
+_MOST_KNOWN = 64
+"""The most numbers of rows whose time behind a gather is kept: a choice, enough for every power of
+2 and some between."""
 
 _WITHOUT_GATHER = "0.1."
 """The versions of agmm whose unfused plan had only the library's gather to take."""
@@ -131,9 +136,8 @@ class GatherPlans:
         self._search = Search(problem, self.kernels)
         self._behind: Search | None = None
         """The search among the kernels behind a gather, once there was one."""
-        self._least_behind: tuple[int, float] = 0, 0.0
-        """The last number of rows for which all of these took too long, and a time in which none of
-        them serves it."""
+        self._behind_us: list[tuple[int, float]] = []
+        """The least times of these, by numbers of rows in rising order."""
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
@@ -230,15 +234,18 @@ class GatherPlans:
             least_us = min(least_us, rated_us(problem, *fastest))
         gather_us = cost_model.before_kernel_us(problem)
         most_us = least_us / margin - gather_us
-        rows, behind_us = self._least_behind
-        is_slower = rows <= problem.m and most_us <= behind_us  # more rows take no less
+        known = self._behind_us
+        here_at = bisect_right(known, (problem.m, inf))
+        is_slower = here_at and known[here_at - 1][1] >= most_us  # more rows take no less
         if is_slower or cost_model.least_behind_us(problem) >= most_us:
             return None
-        found = self._search_behind(problem, most_us)
+        found = self._search_behind(problem)
         if found is None:
-            self._least_behind = problem.m, most_us
             return None
-        return Plan(GATHER, found[0].kernel), gather_us + found[1]
+        if len(known) < _MOST_KNOWN:
+            known.insert(here_at, (problem.m, found[1]))
+        is_fastest = found[1] < most_us
+        return (Plan(GATHER, found[0].kernel), gather_us + found[1]) if is_fastest else None
 
     def _to_kernel(self, problem: Problem) -> Plan | None:
         """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is
@@ -249,12 +256,12 @@ class GatherPlans:
         found = self._search_behind(problem)
         return None if found is None else Plan(GATHER, found[0].kernel)
 
-    def _search_behind(self, problem: Problem, most_us: float = inf) -> tuple[Plan, float] | None:
-        """The fastest kernel for all rows, and its time, if that is less than ``most_us``."""
+    def _search_behind(self, problem: Problem) -> tuple[Plan, float] | None:
+        """The plan of the fastest kernel for all rows on one rank, and its time."""
         multiplied = cost_model.behind_gather(problem)
         if self._behind is None:
             self._behind = Search(multiplied, self.kernels)
-        return self._behind.fastest(At(multiplied), most_us)
+        return self._behind.fastest(At(multiplied))
 
 
 class ScatterPlans:

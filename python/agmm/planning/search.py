@@ -122,9 +122,8 @@ class Search:
         }
         """The kernels with their numbers in the order of plans, by whether swapped ones count."""
 
-    def fastest(self, at: At, most_us: float = inf) -> tuple[Plan, float] | None:
-        """Return the fastest of the kernels' `usual_plans` by the cost model, the first of equals;
-        None where none takes less than ``most_us``.
+    def fastest(self, at: At) -> tuple[Plan, float] | None:
+        """Return the fastest of the kernels' `usual_plans` by the cost model, the first of equals.
 
         Kernels are looked at in the order of the least time that they can take, and so are the
         splits of a kernel's K; what cannot take less than the best found is not looked at. Of each
@@ -138,13 +137,12 @@ class Search:
         for number, kernel, tiling in self._looked_at[chooses_swapped(at.problem)]:
             wait_us = waits_us[kernel.waits]
             least_us = floor_us(tiling, wait_us)
-            if least_us < most_us:
-                waiting.append((least_us, number, _FLOOR, kernel, None))
+            waiting.append((least_us, number, _FLOOR, kernel, None))
             if kernel.can_split and m <= tiling.most_rows_of_splits:
                 least_us = at.split_floor_us(tiling, wait_us)
                 waiting.append((least_us, number + 1, _SPLITS, kernel, None))
         heapify(waiting)
-        best_us, best_number = most_us, 0
+        best_us, best_number = inf, 0
         best: tuple[SplitKernel, SmPush | None] | None = None
         while waiting:
             least_us, number, stage, kernel, known = heappop(waiting)
