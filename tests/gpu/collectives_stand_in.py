@@ -126,15 +126,10 @@ def _streams() -> list[torch.cuda.Stream]:
 
 class StandIn:
     """All ranks, each with its part of the multiprocessors where they share them, so that all their
-    CTAs are on the GPU together, of so many kernels of each rank."""
+    CTAs are on the GPU together."""
 
     def __init__(
-        self,
-        world_size: int,
-        slot_bytes: int = SLOT_BYTES,
-        *,
-        shared: bool = True,
-        kernels_together: int = 1,
+        self, world_size: int, slot_bytes: int = SLOT_BYTES, *, shared: bool = True
     ) -> None:
         size = _core.CudaCollectives.workspace_bytes(slot_bytes, world_size)
         first = _core.CudaCollectives.words_offset(slot_bytes, world_size)
@@ -146,9 +141,11 @@ class StandIn:
         torch.cuda.synchronize()
         places = [memory.data_ptr() for memory in self.memory]
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        spared = sms - sms // (world_size * kernels_together) if shared else 0
         self.cores = [
-            _core.CudaCollectives(rank, places, slot_bytes, spared) for rank in range(world_size)
+            _core.CudaCollectives(
+                rank, places, slot_bytes, sms - sms // world_size if shared else 0
+            )
+            for rank in range(world_size)
         ]
         self.streams = _streams()[:world_size]
         # A kernel's first launch loads it, which may wait for all that runs: for ranks that wait

@@ -55,9 +55,7 @@ class Gathers:
 
 def wrong_gathers_on_one_gpu(world_size: int, calls: int, seed: int) -> list[str]:
     """Faults of gathers of every kernel in turn, before which some ranks are late."""
-    # A gather lets the kernel behind it start, while a late rank's gather has yet to find room; and
-    # multiprocessors of a cluster lie side by side.
-    ranks, draw, sets = StandIn(world_size, kernels_together=3), random.Random(seed), []
+    ranks, draw, sets = StandIn(world_size), random.Random(seed), []
     for shape in SHAPES:
         for i, config in enumerate(configs(*shape[1:])):
             sets.append((shape, Gathers(world_size, shape, config, bias=i % 2 == 1)))
