@@ -32,7 +32,7 @@ from agmm.bench.moe_presets import MOE_MODELS
 from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import grouped_kernel
-from agmm.ops.grouped_scaled_products import ScaledWeight, described
+from agmm.ops.grouped_scaled_products import ScaledWeight, described, is_left_to_torch
 from agmm.planning.kernel_table import GROUPED
 from agmm.runtime import kernels
 from agmm.runtime.epilogues import Epilogue
@@ -174,6 +174,7 @@ def measure_fp8(weight: ScaledWeight, given: Projection, counts: list[int], samp
         **given._asdict(),
         "rows": sum(counts),
         "counts": counts,
+        "taken": TORCH if call is None or is_left_to_torch(values, weight) else OURS,
         "kernel": None if call is None else call.arguments[0].name,
         "us": us,
         "tflops": {name: round(flops / one / 1e6, 1) for name, one in us.items()},
@@ -198,7 +199,7 @@ def show(report: dict[str, Any]) -> None:
                 f"{entry['name']}, {entry['rows']} rows: {name} {us:.1f} us, "
                 f"torch {entry['us'][TORCH]:.1f}"
             )
-    table = plain_table("agmm ÷ torch, in brackets agmm's TFLOPS")
+    table = plain_table("agmm ÷ torch, in brackets agmm's TFLOPS; t where calls take torch's")
     for heading in ("experts x N x K", "projection", *map(str, report["rows"])):
         table.add_column(heading)
     for name in dict.fromkeys(entry["name"] for entry in entries):
@@ -207,6 +208,7 @@ def show(report: dict[str, Any]) -> None:
         cells = [
             f"{some[rows]['us'][OURS] / some[rows]['us'][TORCH]:.3f} "
             f"({some[rows]['tflops'][OURS]:.0f})"
+            f"{' t' if some[rows].get('taken') == TORCH else ''}"
             if rows in some
             else "–"
             for rows in report["rows"]

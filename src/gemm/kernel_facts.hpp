@@ -45,15 +45,16 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
 /// Whether the kernel has spare warps that send this rank's shard (SM push).
 constexpr bool can_push(KernelShape const& shape) { return !is_streaming(shape); }
 
-/// The facts of a kernel that is built. A kernel with block scales cannot split K, but for
-/// streaming ones.
+/// The facts of a kernel that is built. A kernel with block scales, or with the sums of two
+/// weights, cannot split K, but for streaming ones.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
                                Accumulation accumulation = Accumulation::Fast,
                                Epilogue epilogue = Epilogue::Bias) {
   return {shape,
           dtype,
           b_layout,
-          can_split(shape) && (is_streaming(shape) || !is_block_scaled(accumulation)),
+          can_split(shape) && (is_streaming(shape) ||
+                               (!is_block_scaled(accumulation) && columns_per_out(epilogue) == 1)),
           can_store_a(shape, b_layout),
           kArchitecture,
           accumulation,

@@ -250,6 +250,7 @@ struct Collectives::Impl {
         bases(std::move(bases_)),
         layout(slot_bytes, static_cast<int>(bases.size())),
         sm_count(small_kernels_device().sm_count - reserved_sms),
+        reserves_sms(reserved_sms > 0),
         ordered(small_kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
@@ -294,6 +295,7 @@ struct Collectives::Impl {
   std::vector<uintptr_t> bases;
   CollectiveLayout layout;
   int sm_count;  // multiprocessors for this workspace's kernels
+  bool reserves_sms;
   OrderedCalls ordered;
   std::set<uint32_t> noted;  // tags
   RelayArgs relays;
@@ -482,6 +484,7 @@ void Collectives::Impl::check(StreamedSum const& call) const {
   }
   if (call.norm.weight != nullptr) {
     if (is_scatter) refuse("op", name(call.op) + " with a norm", "all_reduce");
+    if (call.is_average) refuse("is_average", "true with a norm", "false");
     if (problem.n > kMaxStreamedNormColumns) {
       refuse("B", "N=" + std::to_string(problem.n) + " with a norm",
              "at most " + std::to_string(kMaxStreamedNormColumns));
@@ -620,16 +623,26 @@ bool Collectives::operator()(GatheredMatmul const& given, void* stream) {
     if (given.matmul.operands.a != given.gather.out || given.matmul.arrival.signals != nullptr) {
       refuse("A", "a product of other rows", "that of the gathered ones");
     }
+    Problem const& problem = given.matmul.problem;
+    int64_t const gathered = call.count * bytes_of(call.element) * impl_->world_size();
+    int64_t const wanted = int64_t(problem.m) * problem.k * element_bytes(problem.dtype);
+    bool const has_local_rows = given.matmul.operands.local_end > given.matmul.operands.local_begin;
+    if (gathered != wanted || gathered == 0 || has_local_rows) {
+      refuse("gather", std::to_string(gathered) + " bytes of all ranks",
+             "all " + std::to_string(wanted) + " of A");
+    }
     // No other rank need multiply alike, so the tag is that of any such gather.
     uint32_t const tag = impl_->tag_of(call);
     impl_->note(tag, described(call));
     CallSpec spec = call_of(given.matmul);
     spec.matmul.rank = impl_->rank;
     spec.matmul.sm_count = impl_->sm_count;
-    spec.is_behind_gather = true;
+    // Together the two kernels would have CTAs on multiprocessors that are left free for others.
+    bool const is_beside = !impl_->reserves_sms;
+    spec.is_behind_gather = is_beside;
     PreparedMatmul const prepared = prepare(spec);
-    return [&, tag, prepared](cudaStream_t on) {
-      impl_->enqueue(call, tag, 1, on, true);
+    return [&, tag, prepared, is_beside](cudaStream_t on) {
+      impl_->enqueue(call, tag, 1, on, is_beside);
       prepared.launch(on);
     };
   });

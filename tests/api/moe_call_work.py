@@ -3,6 +3,7 @@ ends of ranks that differ, gradients. Run inside the ranks of a group."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 from unittest import mock
@@ -80,6 +81,44 @@ def differ(kind: str) -> None:
         y = torch.zeros(8, 6)
         columns += rank * i
         moe.grouped_matmul_reduce_scatter(y, torch.ones(2, 6, columns), routing, torch.ones(4, 1))
+
+
+def calls_of(case: Case, late: tuple[int, int], late_s: float) -> list[torch.Tensor]:
+    """The results of routing and both halves, of which one call finds a rank late.
+
+    Args:
+        late: the rank, and the number of the call before which it sleeps.
+    """
+    rank, given = dist.get_rank(), whole_of(case)[dist.get_rank()]
+
+    def come(call: int) -> None:
+        if (rank, call) == late:
+            time.sleep(late_s)
+
+    come(0)
+    routing = moe.moe.route(given.ids, num_experts=case.all_experts)
+    come(1)
+    y, _ = moe.all_gather_grouped_matmul(given.x, given.up, routing, activation=case.activation)
+    come(2)
+    out = moe.grouped_matmul_reduce_scatter(y, given.down, routing, given.topk)
+    return [*routing[:5], y, out]
+
+
+def faults_of_late_ranks(case: Case) -> list[str]:
+    """Faults, in words, where each rank is late in turn, before each of the calls."""
+    wanted = calls_of(case, (-1, 0), 0.0)
+    return [
+        f"rank {rank} is late for call {call}: found other bits"
+        for rank in range(dist.get_world_size())
+        for call in range(3)
+        if not all(map(torch.equal, calls_of(case, (rank, call), 0.02), wanted))
+    ]
+
+
+def misses(case: Case, call: int) -> None:
+    """Rank 1 does not come to a call, within the limit."""
+    calls_of(case, (-1, 0), 0.0)
+    calls_of(case, (1, call), 60.0)
 
 
 def compiled_faults(world_size: int) -> list[str] | None:

@@ -70,3 +70,19 @@ def status_of(m: int) -> list[Any]:
         for one in found.calls
         if one.m == m
     ]
+
+
+def rows_of(m: int) -> list[str]:
+    """The lines of `agmm.status` of calls with so many rows, which differ in one thing each."""
+    with mock.patch.object(seen, "MAX_KINDS", 1 << 20):
+        A, B = torch.randn(m // dist.get_world_size(), K), torch.randn(N, K).t()
+        A8, B8 = A[:, :16].to(torch.float8_e4m3fn), B[:16].t().contiguous().to(torch.float8_e4m3fn)
+        agmm.all_gather_matmul(A, B)
+        agmm.all_gather_matmul(A, B.contiguous())
+        agmm.all_gather_matmul(A, B, return_A=True)
+        agmm.all_gather_matmul(A, B, activation="silu")
+        agmm.all_gather_scaled_matmul(A8, B8.t(), torch.ones(()), torch.ones(()))
+        rowwise = torch.ones(len(A), 1), torch.ones(1, N)
+        agmm.all_gather_scaled_matmul(A8, B8.t(), *rowwise)
+    dist.barrier()
+    return [line for line in str(agmm.status()).splitlines() if f" {m} x " in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import invariance_work
@@ -12,6 +13,7 @@ from short_ids import short
 
 import agmm
 from agmm import _env
+from agmm.errors import forget_warnings
 from agmm.ops import invariant
 from agmm.testing.ranks import RankPool
 
@@ -95,3 +97,20 @@ def test_what_agmm_does_not_sum_is_warned_of(group: str) -> None:
         assert torch.equal(agmm.matmul_all_reduce(A, B, batch_invariant=True), A @ B)
     with pytest.raises(agmm.Unsupported, match=reason):
         agmm.matmul_all_reduce(A, B, batch_invariant=True, strict=True)
+
+
+@pytest.mark.parametrize("value", ["on", "off"])
+def test_an_op_that_cannot_be_asked_says_so_once(
+    group: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "batch_invariant_at_start", value)
+    forget_warnings()
+    A, B = torch.ones(4, 6), torch.ones(6, 3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for rows in (4, 3, 2):
+            agmm.matmul_all_reduce(A[:rows], B, group)
+            agmm.all_gather_matmul(A[:rows], B, group)
+    said = [str(one.message) for one in found if "AGMM_BATCH_INVARIANT" in str(one.message)]
+    wanted = "AGMM_BATCH_INVARIANT: found on, but all_gather_matmul does not take batch_invariant"
+    assert [one.split(",")[0:2] for one in said] == [wanted.split(",")] * (value == "on")

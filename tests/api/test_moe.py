@@ -52,6 +52,11 @@ def test_results_are_those_of_the_model(
     check(pool.run(work.forward_faults, world_size, table(world_size, dtype)), world_size)
 
 
+def test_many_experts_and_choices(pool: RankPool) -> None:
+    cases = [Case((3, 0, 5), 16, 171, skew, torch.float64) for skew in ("even", "one")]
+    check(pool.run(work.forward_faults, 3, cases), 3)
+
+
 @pytest.mark.slow
 def test_results_of_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     cases = [case for dtype in DTYPES[::3] for case in table(8, dtype)[::2]]

@@ -58,6 +58,22 @@ def test_ranks_that_differ_are_both_named(kind: str, op: str, words: list[str]) 
         assert f"{op}(" in theirs and words[1] in theirs
 
 
+def test_a_late_rank_changes_nothing(rank_pools: Any) -> None:
+    case = Case((3, 3, 3), 2, 2, "zipf", seed=1)
+    assert rank_pools(3).run(work.faults_of_late_ranks, case) == [[]] * 3
+
+
+@pytest.mark.parametrize("call", quick.first(1, [1, 0, 2]))
+def test_a_missing_rank_ends_the_wait(call: int) -> None:
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "1"}) as pool:
+        pool.submit(work.misses, Case((3, 3), 2, 2, seed=1), call)
+        pool.processes[0].join(20)
+        assert pool.processes[0].exitcode == 124
+        (line,) = [x for x in pool.stderr(0).splitlines() if x.startswith("agmm: rank")]
+        assert re.match(r"agmm: rank 0 waited 1\.\d s for chunk 1 from rank 1: ", line), line
+        pool.kill()
+
+
 def test_hosts_of_their_own_exchange_by_the_backend(rank_pools: Any) -> None:
     cases = [
         Case((3, 0, 5), 2, 2, "drops", torch.bfloat16),

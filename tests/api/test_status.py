@@ -86,6 +86,13 @@ def test_status_says_who_and_why_and_counts_no_kept_calls(pool: RankPool) -> Non
     ]
 
 
+def test_no_two_rows_of_the_status_look_alike(pool: RankPool) -> None:
+    lines = pool.run(status_work.rows_of, 11 * pool.world_size * 4)[0]
+    assert len(lines) == len(set(lines)) == 6
+    for said in ("  row  ", "  column  ", "+ A returned", "+ silu", " tensorwise ", " rowwise "):
+        assert any(said in line for line in lines), said
+
+
 def test_kept_calls_are_wrapped_only_while_somebody_counts(group: str, tmp_path: Path) -> None:
     assert not nan_check.active
     world = dist.group.WORLD

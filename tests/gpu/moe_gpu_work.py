@@ -94,10 +94,23 @@ def _tensors(given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(given) if leaf is not None]
 
 
-def overflow() -> None:
-    """A call with too little room, whose device ends the process."""
-    ids = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
-    moe.moe.route(ids, num_experts=dist.get_world_size(), capacity=3)
+def overflow(captured: bool) -> None:
+    """A call with too little room, whose device ends the process; in a graph ids that fit come
+    first."""
+    ids = torch.full((4, 2), -1 if captured else 0, dtype=torch.int64, device="cuda")
+    sizes: dict[str, int] = {"num_experts": dist.get_world_size(), "capacity": 3}
+    moe.moe.route(ids, **sizes)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moe.moe.route(ids, **sizes)
+    graph.replay()
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return  # of ids that fit, which the test wants no error of
+    ids.zero_()
+    graph.replay()
     torch.cuda.synchronize()
 
 

@@ -27,7 +27,11 @@ from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_calls
 from agmm.runtime.scaling import BY_NAME
 
-KERNELS = [kernel for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16") if kernel.is_streaming]
+KERNELS = [
+    kernel
+    for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16", b_layout="column")
+    if kernel.is_streaming
+]
 SHAPES = ((1, 8, 8), (1, 264, 1032), (2, 72, 136), (7, 1000, 520), (33, 264, 328), (65, 136, 264))
 """Rows, columns and K: fewer rows than splits, the last tile of rows and of columns not whole."""
 

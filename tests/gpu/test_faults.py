@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import collectives_stand_in
-import combine_stand_in
-import dispatch_stand_in
+import fault_search
 import grouped_work
 import pytest
 import scatter_gpu_work
@@ -18,25 +15,33 @@ import scatter_stand_in
 import streamed_sum_work
 import stress_work
 from at_hand import GPUS, RANKS, needs_two
+from fault_search import SEARCH_S, search
 
 from agmm import _core
 from agmm.runtime import kernels
 from agmm.testing.ranks import RankPool
 
-SEARCH_S = 180.0
-FIRST_BATCH, LARGEST_BATCH = 10, 1000
 FIRST_OF_PROGRAM = 200
 """Calls of a program's first batch, which end at the first wrong one."""
 WORK = {"no_credit": stress_work.back_to_back, "no_sent": stress_work.overwritten}
 """What finds a fault, where it is not the stress of SM push at its size."""
 OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence", "early_sum")
 """Faults that the kernels of matmul + reduce-scatter have."""
-OF_COLLECTIVES = ("no_wait", "signal_first", "one_slot", "no_fence")
-"""The faults that the kernels of the collectives have."""
-OF_DISPATCHES = ("no_wait", "signal_first", "one_slot")
-"""The faults of a dispatch of rows that one GPU shows."""
-OF_COMBINES = ("no_wait", "signal_first", "no_credit")
-"""The faults of the sums of rows that one GPU shows."""
+OF = {
+    "collectives": ("no_wait", "signal_first", "one_slot", "no_fence"),
+    "dispatches": ("no_wait", "signal_first", "one_slot"),
+    "combines": ("no_wait", "signal_first", "no_credit"),
+    "streamed sums": ("no_wait",),
+    "grouped matmuls": ("no_wait",),
+}
+"""The faults that each search on one GPU finds."""
+NEEDED: dict[tuple[str, str], Sequence[object]] = {
+    ("streamed sums", "no_wait"): streamed_sum_work.KERNELS,
+    ("grouped matmuls", "no_wait"): grouped_work.PLAIN,
+    ("combines", "signal_first"): grouped_work.PLAIN,
+}
+"""The kernels without which there is nothing to find. Rows that are there before the call are
+copied before either place of the signal."""
 OF_GATHERS = ("no_fence", "signal_first", "no_wait", "no_sent", "no_credit")
 WAIT_S = "20"
 NEED_DELAYS = {
@@ -49,10 +54,17 @@ NEED_DELAYS = {
 """Faults that hardly ever show without AGMM_STRESS_DELAYS, on one GPU or at all."""
 
 
+def _hardly_shows() -> str:
+    return f"without AGMM_STRESS_DELAYS {_core.fault} hardly ever shows"
+
+
+def _build() -> str:
+    return f"{_core.fault}{' with delays' if _core.stress_delays else ''}"
+
+
 def needs_delays(of: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
-        _core.fault in NEED_DELAYS[of] and not _core.stress_delays,
-        reason=f"without AGMM_STRESS_DELAYS {_core.fault} hardly ever shows",
+        _core.fault in NEED_DELAYS[of] and not _core.stress_delays, reason=_hardly_shows()
     )
 
 
@@ -60,24 +72,6 @@ needs_fault_of_scatters = pytest.mark.skipif(
     _core.fault not in OF_SCATTERS or not kernels.built("matmul_reduce_scatter"),
     reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_SCATTERS)}",
 )
-
-
-def _search(
-    run: Callable[[int, int], list[str]], first_batch: int = FIRST_BATCH
-) -> tuple[list[str], int]:
-    """The wrong elements that `run` finds, which takes the calls of a batch and those so far, and
-    within how many calls; batches are larger and larger. AGMM_STRESS_CALLS is the most calls that
-    it makes. A wait without end is no find but an error."""
-    most_calls = int(os.environ.get("AGMM_STRESS_CALLS", "100000"))
-    begin = time.monotonic()
-    calls, batch = 0, first_batch
-    found: list[str] = []
-    while not found and calls < most_calls and time.monotonic() - begin < SEARCH_S:
-        batch = min(batch, most_calls - calls)
-        calls += batch
-        found = run(batch, calls)
-        batch = min(2 * batch, LARGEST_BATCH)
-    return found, calls
 
 
 def _in_ranks(
@@ -109,12 +103,14 @@ def _on_one_gpu(batch: int, calls: int) -> list[str]:
 
 
 def _check(
-    capsys: pytest.CaptureFixture[str], search: Callable[[], tuple[list[str], int]], where: str
+    capsys: pytest.CaptureFixture[str], find: Callable[[], tuple[list[str], int]], where: str
 ) -> None:
-    found, calls = search()
-    build = f"{_core.fault}{' with delays' if _core.stress_delays else ''}, {where}"
+    found, calls = find()
     with capsys.disabled():
-        print(f"\n{build}: {'found within' if found else 'not found in'} {calls} calls", *found)
+        print(
+            f"\n{_build()}, {where}: {'found within' if found else 'not found in'} {calls} calls",
+            *found,
+        )
     assert found != []
 
 
@@ -132,7 +128,7 @@ def _check(
 def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
     work = WORK.get(_core.fault, stress_work.sm_push_at_its_size)
     with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
-        _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "gathers")
+        _check(capsys, lambda: search(lambda *n: _in_ranks(pool, work, *n)), "gathers")
 
 
 @needs_fault_of_scatters
@@ -143,79 +139,21 @@ def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
 @needs_delays("scatters")
 @pytest.mark.timeout(2 * SEARCH_S + 60)
 def test_one_gpu_finds_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -> None:
-    _check(capsys, lambda: _search(_on_one_gpu, FIRST_OF_PROGRAM), "scatters on one GPU")
+    _check(capsys, lambda: search(_on_one_gpu, FIRST_OF_PROGRAM), "scatters on one GPU")
 
 
-@pytest.mark.skipif(
-    _core.fault not in OF_COLLECTIVES,
-    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of "
-    f"{', '.join(OF_COLLECTIVES)}",
-)
-@needs_delays("collectives")
-@pytest.mark.timeout(SEARCH_S + 60)
-def test_one_gpu_finds_the_fault_of_a_collective(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
-    every = collectives_stand_in.METHODS
-    # Packets are data and signal in one, and have none of the others.
-    methods = every if _core.fault == "no_wait" else [_core.CollectiveMethod.blocks]
-
-    def run(batch: int, calls: int) -> list[str]:
-        return collectives_stand_in.wrong_in_turn(4, min(batch, 100), calls, methods)[:1]
-
-    _check(capsys, lambda: _search(run), "collectives on one GPU")
-
-
-@pytest.mark.skipif(
-    _core.fault not in OF_DISPATCHES,
-    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of "
-    f"{', '.join(OF_DISPATCHES)}",
-)
-@needs_delays("dispatches")
-@pytest.mark.timeout(SEARCH_S + 60)
-def test_one_gpu_finds_the_fault_of_a_dispatch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGMM_TIMEOUT_S", dispatch_stand_in.LIMIT_S)
-
-    def run(batch: int, calls: int) -> list[str]:
-        return dispatch_stand_in.wrong(4, min(batch, 60), calls)[:1]
-
-    _check(capsys, lambda: _search(run), "dispatches on one GPU")
-
-
-@pytest.mark.skipif(
-    _core.fault not in OF_COMBINES,
-    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_COMBINES)}",
-)
-@needs_delays("combines")
-@pytest.mark.timeout(SEARCH_S + 60)
-def test_one_gpu_finds_the_fault_of_a_combine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGMM_TIMEOUT_S", combine_stand_in.LIMIT_S)
-
-    def run(batch: int, calls: int) -> list[str]:
-        return combine_stand_in.wrong(4, min(batch, 60), calls)[:1]
-
-    _check(capsys, lambda: _search(run), "combines on one GPU")
-
-
-@pytest.mark.skipif(
-    _core.fault != "no_wait" or not streamed_sum_work.KERNELS,
-    reason="found no streaming kernel whose sums await no packets",
-)
-@pytest.mark.timeout(SEARCH_S + 60)
-def test_one_gpu_finds_a_streamed_sum_that_does_not_wait(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
-
-    def run(batch: int, calls: int) -> list[str]:
-        return streamed_sum_work.wrong_by_late_ranks(4, min(batch, 100), calls)
-
-    _check(capsys, lambda: _search(run), "streamed sums on one GPU")
+@pytest.mark.parametrize("name", fault_search.SEARCHES)
+@pytest.mark.timeout(SEARCH_S + 90)
+def test_one_gpu_finds_the_fault(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if _core.fault not in OF[name]:
+        pytest.skip(f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {OF[name]}")
+    if not NEEDED.get((name, _core.fault), [True]):
+        pytest.skip(f"found no kernel of the {name}, wanted AGMM_KERNELS=default")
+    if _core.fault in NEED_DELAYS.get(name, ()) and not _core.stress_delays:
+        pytest.skip(_hardly_shows())
+    found = fault_search.in_a_process(name)
+    with capsys.disabled():
+        print(f"\n{_build()}, {name} on one GPU: {found}")
 
 
 @needs_two
@@ -226,12 +164,4 @@ def test_one_gpu_finds_a_streamed_sum_that_does_not_wait(
 def test_ranks_find_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -> None:
     work = scatter_gpu_work.stress
     with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
-        _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "scatters")
-
-
-@pytest.mark.skipif(
-    _core.fault != "no_wait" or not grouped_work.PLAIN,
-    reason="found no kernel of grouped matmuls whose loads await no rows",
-)
-def test_rows_that_come_late_find_a_grouped_matmul_that_does_not_wait() -> None:
-    assert any(grouped_work.faults_of_late_rows(kernel) for kernel in grouped_work.PLAIN)
+        _check(capsys, lambda: search(lambda *n: _in_ranks(pool, work, *n)), "scatters")

@@ -62,9 +62,16 @@ def test_the_bits_of_a_row_are_its_own(kind: str) -> None:
 
 @of_kinds
 @pytest.mark.parametrize("name", ["", "silu_mul", "relu2"])
-def test_the_products_of_the_ops(name: str, kind: str) -> None:
-    """They are torch's for scales of rows, else agmm's, without a word of the host with the
-    device, and close to the CPU's."""
+def test_the_products_of_the_ops(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows an expert and with scales of blocks they are agmm's, else torch's, without a
+    word of the host with the device, and close to the CPU's."""
+    by_torch, product = [], torch._scaled_grouped_mm
+
+    def counted(*args: Any, **settings: Any) -> torch.Tensor:
+        by_torch.append(len(args[0]))
+        return product(*args, **settings)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", counted)
     epilogue = Epilogue(name) if name else None
     count = 2 if name == "silu_mul" else 1
     for experts, most in ((8, 300), (24, 20)):
@@ -76,6 +83,9 @@ def test_the_products_of_the_ops(name: str, kind: str) -> None:
             products(rows, given.weights, offsets, epilogue)  # loads kernels
             with never_waits():
                 found = products(rows, given.weights, offsets, epilogue)
+        is_left = kind == "rowwise" and (most == 300 or not PLAIN)
+        assert len(by_torch) == (2 * count if is_left else 0)
+        by_torch.clear()
         on_cpu = [
             one._replace(
                 values=one.values.cpu(),

@@ -90,6 +90,10 @@ def test_training_has_the_losses_of_the_unsharded_model(
     check(gpu_pool.run(work.trained, world_size, kind, dtype), world_size)
 
 
-def test_an_overflow_ends_in_an_assertion() -> None:
-    with RankPool(2, "cuda") as pool, pytest.raises(RankError):
-        pool.run(work.overflow)
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_overflow_ends_in_an_assertion(captured: bool) -> None:
+    with RankPool(2, "cuda") as pool:
+        with pytest.raises(RankError):
+            pool.run(work.overflow, captured)
+        said = [pool.stderr(rank) for rank in range(2)]
+    assert any("capacity: found more rows than that" in one for one in said), said

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_work import group_of
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -172,6 +174,42 @@ def against_whole(
         if one is None or other is None or relative_error(one.detach(), other.detach()) > _LIMIT
     ]
     return faults, {name: repr(style) for name, style in plan.items() if "layers.1" not in name}
+
+
+def exchanged(folder: str, which: str) -> list[str] | None:
+    """Faults of checkpoints that models under torch's plan and under the converted plan write, each
+    read by the other."""
+    group = group_of(2)
+    if group is None:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    models = []
+    for seed, is_converted in ((1, False), (2, True)):
+        torch.manual_seed(seed)
+        model = Model()
+        plan = PLANS[which]()
+        plan = convert_plan(model, mesh, plan, strict=True) if is_converted else plan
+        models.append(parallelize_module(model, mesh, plan))
+    faults: list[str] = []
+    for writer, reader in (models, models[::-1]):
+        saved, read = (_state(model) for model in (writer, reader))
+        path = f"{folder}/{len(faults)}-{writer is models[0]}"
+        dcp.save(saved, checkpoint_id=path, process_group=group)
+        dcp.load(read, checkpoint_id=path, process_group=group)
+        set_model_state_dict(reader, read["model"])
+        for name, one in _state(writer)["model"].items():
+            other = reader.state_dict()[name]
+            same = type(one) is type(other) and torch.equal(_full(one), _full(other))
+            if not same or getattr(one, "placements", 0) != getattr(other, "placements", 0):
+                faults.append(f"{name}: found {other}, wanted {one}")
+        with torch.no_grad():  # so that the second round has something to read
+            for parameter in reader.parameters():
+                parameter.mul_(2)
+    return faults
+
+
+def _state(model: torch.nn.Module) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model)}
 
 
 _LAYOUTS = [Replicate(), Shard(1), Shard(-1)]

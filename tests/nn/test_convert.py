@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import convert_work
 import pytest
 import quick
 
+from agmm.nn import GatedGatherParallel, SharedGatherParallel
 from agmm.testing.ranks import RankPool
 
 _COLUMN = "LaidOut(ReplicatedColwiseParallel(), None, Replicate())"
@@ -163,3 +166,14 @@ def test_a_linear_that_takes_something_else_is_named(pool: RankPool) -> None:
     why = "the linear of a converted plan takes shards of that alone"
     said = f"GatherOfInput on {linear}: {found}: {why}"
     assert pool.run(convert_work.crossed)[3:] == [["no error", said]] * 2
+
+
+@pytest.mark.parametrize("which", ["torchtitan", "all rows"])
+def test_checkpoints_go_between_the_plans(pool: RankPool, which: str, tmp_path: Path) -> None:
+    assert pool.run(convert_work.exchanged, str(tmp_path), which)[3:] == [[]] * 2
+
+
+def test_a_plan_that_is_printed_names_its_linears() -> None:
+    printed = repr(SharedGatherParallel("wq", "wk"))
+    assert printed == "SharedGatherParallel('wq', 'wk', sequence_dim=1)"
+    assert repr(GatedGatherParallel()) == "GatedGatherParallel(sequence_dim=1)"

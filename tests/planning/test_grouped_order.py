@@ -153,3 +153,11 @@ def test_the_kernel_of_a_call(
     assert (None if found is None else found.name) == wanted
     other: Any = grouped_kernels.chosen(*sizes, "bfloat16", "row", epilogue)
     assert other is None  # which this build has not
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "wanted"),
+    [(128, 2, True), (129, 2, False), (2048, 64, True), (16384, 64, False), (1, 1, True)],
+)
+def test_few_rows_of_fp8_are_not_left_to_torch(rows: int, experts: int, wanted: bool) -> None:
+    assert grouped_kernels.are_few(rows, experts) is wanted

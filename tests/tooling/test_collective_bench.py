@@ -118,6 +118,7 @@ def test_explanations_of_several_tensors() -> None:
     ("args", "wanted"),
     [
         ("--shapes 16x8192x2048 --gpu h200", "one_shot, with residual and norm in the same kernel"),
+        ("--m 16 --n 8192 --k 2048 --gpu h200", "µs, the product and the kernel of the sum"),
         ("--shapes 4096x8192x7168 --gpu h200", ", then an addition and torch's rms_norm"),
         ("--shapes 16x64x32 --gpu cpu", "shared memory, then an addition and torch's rms_norm"),
         ("--m 16 --n 8192 --k 64 --gpu h200 --dtype fp8", "dtype: found float8_e4m3fn with"),

@@ -46,6 +46,19 @@ def test_every_way_is_right_on_cpu_ranks(dtype: torch.dtype) -> None:
             assert way["median_us"] > 0 and way["relative_error"] < 3 * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["rowwise", "block"])
+def test_every_way_is_right_in_fp8(scaling: str) -> None:
+    given: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scaling": scaling, "op": "moe"}
+    shapes = [MoEShape(24, 160, 144, 4, 2, "zipf"), MoEShape(2, 16, 16, 8, 1)]
+    report = runner.run(Options("cpu", 2, shapes, samples=2, **given))
+    for entry in report["shapes"]:
+        assert list(entry["ways"]) == [name for name, way in MOE_WAYS.items() if way.on_cpu]
+        for way in entry["ways"].values():
+            assert (way["reason"], way["wrong"]) == (None, False)
+            assert way["median_us"] > 0 and way["relative_error"] < 0.1
+
+
 def test_the_roof_counts_the_flops_of_a_rank() -> None:
     assert SHAPE.flops(2) == 2 * 3 * (24 * 2 // 2) * 8 * 16
 
@@ -119,8 +132,16 @@ def test_other_shapes_are_refused(text: str, message: str) -> None:
         ("bench --op moe --plot pictures", "--op moe: found it with --plot"),
         ("bench --op moe --timeline 4x4x4", "--op moe: found it with --timeline"),
         (
-            "bench --op moe --dtype fp8 --device cpu --tp 2",
-            "dtype: found torch.float8_e4m3fn with moe",
+            "bench --op moe --dtype fp8 --scaling tensorwise --device cpu --tp 2",
+            "scaling: found 'tensorwise' with moe, wanted one of 'rowwise', 'block'",
+        ),
+        (
+            "bench --op moe --dtype fp8 --shapes 4x16x8x4x2 --device cpu --tp 2",
+            "wanted hidden and inner features that are multiples of 16",
+        ),
+        (
+            "explain --op moe --shapes 4x16x16x4x2 --scaling block --tp 2",
+            "scaling: found 'block' with bfloat16, wanted none, or float8_e4m3fn",
         ),
         ("bench --op moe --model llama-3-8b --device cpu --tp 2", "model: found 'llama-3-8b'"),
         (
@@ -166,20 +187,15 @@ def test_explain_says_who_serves_and_what_moves() -> None:
     assert found["plan"] == "agmm, through shared memory"
 
 
-def test_explain_says_what_fp8_moves() -> None:
-    result = agmm(
-        *[
-            "explain",
-            "--op",
-            "moe",
-            "--shapes",
-            "4096x4096x14336x8x2",
-            "--tp",
-            "2",
-            "--dtype",
-            "fp8",
-        ]
-    )
-    said = " ".join(result.stdout.split())
-    assert "agmm brings fp8 rows with their scales" in said
-    assert "a rank gets 8.03 MiB of tokens" in said and "sums in bfloat16" in said
+@pytest.mark.parametrize(
+    ("scaling", "moved"),
+    [
+        ([], "fp8 rows with their scales"),  # of rows
+        (["--scaling", "rowwise"], "a rank gets 8.03 MiB of tokens"),
+        (["--scaling", "block"], "a rank gets 8.25 MiB of tokens"),
+    ],
+)
+def test_explain_says_what_fp8_moves(scaling: list[str], moved: str) -> None:
+    given = ["--shapes", "4096x4096x14336x8x2", "--tp", "2", "--dtype", "fp8", *scaling]
+    said = " ".join(agmm("explain", "--op", "moe", *given).stdout.split())
+    assert moved in said and "sums in bfloat16" in said

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from agmm.errors import InvalidArgument
 from agmm.planning.shapes import ROUTINGS, AnyShape, MoEShape
-
-if TYPE_CHECKING:
-    import torch
+from agmm.runtime.scaling import OF_EXPERTS
 
 MOE_MODELS = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -71,22 +68,26 @@ def default_shapes(device: str, world_size: int, routings: Sequence[str]) -> lis
     return [shape for model in _DEFAULT_MODELS for shape in moe_shapes(model, tokens, routings)]
 
 
-def checked(
-    shapes: Sequence[AnyShape] | None, device: str, world_size: int, dtype: torch.dtype | None
-) -> Sequence[AnyShape]:
+def checked(shapes: Sequence[AnyShape] | None, device: str, world_size: int) -> list[MoEShape]:
     """The shapes of a benchmark of mixtures, all that are measured by default for None.
 
-    Raises InvalidArgument for fp8 operands, and for experts that the ranks cannot share.
+    Raises InvalidArgument for experts that the ranks cannot share.
     """
-    from agmm.runtime.scaled import FP8  # it needs torch, which `agmm explain` does without
-
-    if dtype in FP8:
-        raise InvalidArgument(f"dtype: found {dtype} with moe, wanted one that experts take")
-    found = default_shapes(device, world_size, ROUTINGS) if shapes is None else shapes
-    for shape in found:
-        experts = shape.experts if isinstance(shape, MoEShape) else 0
-        if not experts or experts % world_size:
+    found = []
+    given = default_shapes(device, world_size, ROUTINGS) if shapes is None else shapes
+    for shape in given:
+        if not isinstance(shape, MoEShape) or shape.experts % world_size:
             raise InvalidArgument(
                 f"shape: found {shape}, wanted experts that {world_size} ranks can share"
             )
+        found.append(shape)
     return found
+
+
+def check_kind(scaling: str | None) -> None:
+    """Raises InvalidArgument for a kind of scales that experts do not take."""
+    kinds = [kind.name for kind in OF_EXPERTS]
+    if scaling not in (None, *kinds):
+        raise InvalidArgument(
+            f"scaling: found {scaling!r} with moe, wanted one of {', '.join(map(repr, kinds))}"
+        )

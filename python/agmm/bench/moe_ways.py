@@ -22,6 +22,7 @@ from agmm.planning.problems import MOE
 from agmm.planning.shapes import MoEShape
 from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands
+from agmm.testing.reference import relative_error
 
 
 class Experts(NamedTuple):
@@ -107,40 +108,24 @@ def make_problem(
     return MoEWorkload(shape, group, device, operands, MOE, experts=experts)
 
 
-# --- what a right result is ---
-
-
-def references(problem: MoEWorkload) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The results in float64 of the roof and of the others, and the error of a computation that
-    rounds after each step, as separate calls do. Collective."""
-    given, tokens, group = problem.experts, problem.operands.A, problem.group
-    dtype, wide = tokens.dtype, torch.float64
-    exact = torch.zeros(tokens.shape, dtype=wide, device=problem.device)
-    usual = torch.zeros_like(tokens)
-    products, begin = [], 0
-    for expert, count in enumerate(given.counts):
-        at = slice(begin, begin + count)
-        begin += count
-        sources = given.sources[at]
-        rows = tokens[sources].to(wide)
-        gate, up = (rows @ weight[expert].to(wide) for weight in (given.gate, given.up))
-        down, weights = given.down[expert].to(wide), given.row_weights[at, None]
-        products.append((functional.silu(gate) * up) @ down)
-        exact.index_add_(0, sources, weights.to(wide) * products[-1])
-        hidden = functional.silu(gate.to(dtype)).mul_(up.to(dtype))
-        usual.index_add_(0, sources, (hidden.to(wide) @ down).to(dtype).mul_(weights.to(dtype)))
-    dist.all_reduce(exact, group=group)
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    wanted = exact.chunk(ranks)[rank].clone()
-    partials = [torch.empty_like(usual) for _ in range(ranks)]
-    dist.all_gather(partials, usual, group=group)
-    found = sum((one.chunk(ranks)[rank] for one in partials[1:]), partials[0].chunk(ranks)[rank])
-    error = (found.to(wide) - wanted).norm() / wanted.norm()
-    dist.all_reduce(error, dist.ReduceOp.MAX, group=group)
-    return torch.cat(products), wanted, error.item()
-
-
 # --- the ways ---
+
+
+class Kind(NamedTuple):
+    """What differs between the ways of operands in 16 bits or more and those in fp8."""
+
+    sent: Callable[[MoEWorkload], list[torch.Tensor]]
+    """What ranks send of their tokens: [tokens of this rank, ...] each."""
+    gathered: Callable[[MoEWorkload], list[torch.Tensor]]
+    """What ranks hold when each has sent all others its tokens."""
+    multiplied: Callable[[MoEWorkload, list[torch.Tensor], torch.Tensor], torch.Tensor]
+    """The grouped matmuls of rows, which lie as they are sent, with all three weights.
+
+    Its last argument has where the rows of each expert end."""
+    fused: Callable[[MoEWorkload, Any, dict[str, Any]], torch.Tensor]
+    """Both calls of agmm, given ids or a routing, and settings of the first one."""
+    of_expert: Callable[[MoEWorkload, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """The products of some tokens with an expert's weights: in float64, and rounded each time."""
 
 
 def _grouped(
@@ -157,20 +142,83 @@ def _grouped(
     return out
 
 
-def _multiplied(given: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    gate, up = (_grouped(rows, weight, ends, given.counts) for weight in (given.gate, given.up))
+def _multiplied(p: MoEWorkload, rows: list[torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
+    given: Experts = p.experts
+    gate, up = (_grouped(rows[0], weight, ends, given.counts) for weight in (given.gate, given.up))
     return _grouped(functional.silu(gate).mul_(up), given.down, ends, given.counts)
 
 
-def _roof(p: Workload) -> Callable[[], Result]:
-    assert isinstance(p, MoEWorkload)
+def _fused(p: MoEWorkload, ids: Any, settings: dict[str, Any]) -> torch.Tensor:
     given: Experts = p.experts
-    rows, ends = p.operands.A[given.sources], given.routing.offsets[1:]
+    x, weights = p.operands.A_shard, [given.gate, given.up]
+    y, routing = agmm.all_gather_grouped_matmul(
+        x, weights, ids, p.group, activation="silu_mul", **settings
+    )
+    return agmm.grouped_matmul_reduce_scatter(y, given.down, routing, given.topk_weights, p.group)
 
-    def call() -> Result:
-        return None, _multiplied(given, rows, ends)
 
-    return call
+def _of_expert(
+    p: MoEWorkload, expert: int, sources: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, tokens, wide = p.experts, p.operands.A, torch.float64
+    rows = tokens[sources].to(wide)
+    gate, up, down = (one[expert].to(wide) for one in (given.gate, given.up, given.down))
+    gate, up = rows @ gate, rows @ up
+    hidden = functional.silu(gate.to(tokens.dtype)).mul_(up.to(tokens.dtype))
+    return (functional.silu(gate) * up) @ down, (hidden.to(wide) @ down).to(tokens.dtype)
+
+
+PLAIN = Kind(
+    lambda p: [p.operands.A_shard], lambda p: [p.operands.A], _multiplied, _fused, _of_expert
+)
+"""Operands in 16 bits or more."""
+
+
+# --- what a right result is ---
+
+
+def references(problem: MoEWorkload, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The results in float64 of the roof and of the others, and the error of a computation that
+    rounds after each step, as separate calls do. Collective."""
+    given, group = problem.experts, problem.group
+    shape, wide = problem.operands.A.shape, torch.float64
+    exact = torch.zeros(shape, dtype=wide, device=problem.device)
+    products, rounded, begin = [], [], 0
+    for expert, count in enumerate(given.counts):
+        at = slice(begin, begin + count)
+        begin += count
+        product, usual = kind.of_expert(problem, expert, given.sources[at])
+        products.append(product)
+        rounded.append(usual)
+    roof, usual = torch.cat(products), torch.cat(rounded)
+    error_of_roof = relative_error(usual, roof)
+    weights = given.row_weights[:, None]
+    exact.index_add_(0, given.sources, weights.to(wide) * roof)
+    dist.all_reduce(exact, group=group)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    wanted = exact.chunk(ranks)[rank].clone()
+    summed = torch.zeros_like(exact, dtype=usual.dtype)
+    summed.index_add_(0, given.sources, usual.mul_(weights.to(usual.dtype)))
+    partials = [torch.empty_like(summed) for _ in range(ranks)]
+    dist.all_gather(partials, summed, group=group)
+    found = sum((one.chunk(ranks)[rank] for one in partials[1:]), partials[0].chunk(ranks)[rank])
+    worst = max(error_of_roof, relative_error(found, wanted))
+    error = torch.tensor(worst, dtype=wide, device=problem.device)
+    dist.all_reduce(error, dist.ReduceOp.MAX, group=group)
+    return roof, wanted, error.item()
+
+
+# --- all ways ---
+
+
+def _roof(kind: Kind) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
+        assert isinstance(p, MoEWorkload)
+        given: Experts = p.experts
+        rows, ends = [one[given.sources] for one in kind.gathered(p)], given.routing.offsets[1:]
+        return lambda: (None, kind.multiplied(p, rows, ends))
+
+    return prepare
 
 
 def _sorted_rows(
@@ -185,7 +233,7 @@ def _sorted_rows(
     return order // ids.shape[1], order % ids.shape[1], ends
 
 
-def _unfused(sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
+def _unfused(kind: Kind, sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
     """The collectives of the group's backend around the grouped matmuls.
 
     Args:
@@ -194,27 +242,29 @@ def _unfused(sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
 
     def prepare(p: Workload) -> Callable[[], Result]:
         assert isinstance(p, MoEWorkload)
-        given, x, group = p.experts, p.operands.A_shard, p.group
-        tokens, here = torch.empty_like(p.operands.A), len(given.counts)
-        ids = given.topk_ids.new_empty(len(tokens), given.topk_ids.shape[1])
+        given, group = p.experts, p.group
+        sent, tokens = kind.sent(p), [torch.empty_like(one) for one in kind.gathered(p)]
+        (m, columns), here = p.operands.A.shape, len(given.counts)
+        ids = given.topk_ids.new_empty(m, given.topk_ids.shape[1])
         weights = torch.empty_like(given.all_weights)
-        out = torch.empty_like(x)
         first, rows = dist.get_rank(group) * here, given.rows
         all_gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
         reduce_scatter = by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
         known = given.sources, given.routing.choices[:rows], given.routing.offsets[1:]
 
         def call() -> Result:
-            all_gather(tokens, x, group=group)
+            for whole, shard in zip(tokens, sent, strict=True):
+                all_gather(whole, shard, group=group)
             all_gather(weights, given.topk_weights, group=group)
             if sorts:
                 all_gather(ids, given.topk_ids, group=group)
                 sources, choices, ends = _sorted_rows(ids, first, here, rows)
             else:
                 sources, choices, ends = known
-            products = _multiplied(given, tokens[sources], ends)
+            products = kind.multiplied(p, [one[sources] for one in tokens], ends)
             products *= weights[sources, choices, None].to(products.dtype)
-            partial = torch.zeros_like(tokens).index_add_(0, sources, products)
+            partial = products.new_zeros(m, columns).index_add_(0, sources, products)
+            out = products.new_empty(len(given.topk_ids), columns)
             reduce_scatter(out, partial, group=group)
             return None, out
 
@@ -223,30 +273,16 @@ def _unfused(sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
     return prepare
 
 
-def _agmm(sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
+def _agmm(kind: Kind, sorts: bool) -> Callable[[Workload], Callable[[], Result]]:
     def prepare(p: Workload) -> Callable[[], Result]:
         assert isinstance(p, MoEWorkload)
-        given, x, group = p.experts, p.operands.A_shard, p.group
-        weights = [given.gate, given.up]
-        ranks = dist.get_world_size(group)
-        sizes: dict[str, Any] = {}
+        given: Experts = p.experts
+        settings: dict[str, Any] = {}
         if sorts:
-            sizes = {"num_experts": len(given.counts) * ranks, "capacity": given.capacity}
-
-        def call() -> Result:
-            y, routing = agmm.all_gather_grouped_matmul(
-                x,
-                weights,
-                given.topk_ids if sorts else given.routing,
-                group,
-                activation="silu_mul",
-                **sizes,
-            )
-            return None, agmm.grouped_matmul_reduce_scatter(
-                y, given.down, routing, given.topk_weights, group
-            )
-
-        return call
+            experts = len(given.counts) * dist.get_world_size(p.group)
+            settings = {"num_experts": experts, "capacity": given.capacity}
+        ids = given.topk_ids if sorts else given.routing
+        return lambda: (None, kind.fused(p, ids, settings))
 
     return prepare
 
@@ -258,12 +294,19 @@ def _pair(name: str, title: str, prepare: Any, **kind: bool) -> list[Way]:
 
 
 _UNFUSED_TITLE = "all-gather, grouped matmuls, reduce-scatter"
-MOE_WAYS = by_name(
-    Way(ROOF, "grouped matmuls alone (roof)", _roof, on_cpu=True),
-    *_pair("unfused", _UNFUSED_TITLE, _unfused(True)),
-    *_pair("unfused-sorted", f"{_UNFUSED_TITLE}, rows sorted before", _unfused(False)),
-    *_pair("agmm", "agmm", _agmm(True), is_agmm=True),
-    *_pair("agmm-sorted", "agmm, rows sorted before", _agmm(False), is_agmm=True),
-)
-"""The ways of `MOE` by name. Collectives are NCCL's on GPUs and gloo's on the CPU, the matmuls
-torch's grouped ones in bfloat16 on GPUs and one for each expert elsewhere."""
+
+
+def ways_of_kind(kind: Kind) -> dict[str, Way]:
+    """The ways by name. Collectives are NCCL's on GPUs and gloo's on the CPU."""
+    return by_name(
+        Way(ROOF, "grouped matmuls alone (roof)", _roof(kind), on_cpu=True),
+        *_pair("unfused", _UNFUSED_TITLE, _unfused(kind, True)),
+        *_pair("unfused-sorted", f"{_UNFUSED_TITLE}, rows sorted before", _unfused(kind, False)),
+        *_pair("agmm", "agmm", _agmm(kind, True), is_agmm=True),
+        *_pair("agmm-sorted", "agmm, rows sorted before", _agmm(kind, False), is_agmm=True),
+    )
+
+
+MOE_WAYS = ways_of_kind(PLAIN)
+"""The ways of `MOE` by name. The matmuls of the others are torch's grouped ones in bfloat16 on GPUs
+and one for each expert elsewhere."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from agmm.bench import collective_ways, moe_presets, norm_ways
+from agmm.bench import collective_ways, moe_presets, moe_scaled_ways, norm_ways
 from agmm.bench.scaled_ways import check_scaling, ways_of
 from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
@@ -71,7 +71,10 @@ class Options:
         run."""
         shapes = self.shapes
         if self.op == MOE:
-            shapes = moe_presets.checked(shapes, self.device, self.world_size, self.dtype)
+            mixtures = moe_presets.checked(shapes, self.device, self.world_size)
+            if self.dtype in FP8:
+                moe_scaled_ways.check(self.dtype, self.scaling, mixtures)
+            shapes = mixtures
         if shapes is None:
             shapes = _default_shapes(self.op, self.device)
         for shape in shapes:

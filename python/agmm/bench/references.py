@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.bench import collective_ways, moe_ways, norm_ways, scaled_ways
+from agmm.bench import collective_ways, moe_scaled_ways, moe_ways, norm_ways, scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.way import ROOF, Workload
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, NORMED
@@ -47,6 +47,8 @@ def make_problem(
     Raises InvalidArgument where the ranks cannot have equally many rows.
     """
     if isinstance(shape, MoEShape):
+        if scaling is not None:
+            return moe_scaled_ways.make_scaled_problem(shape, group, device, scaling, seed)
         return moe_ways.make_problem(shape, group, device, dtype, seed)
     if isinstance(shape, TensorShape):
         return collective_ways.make_problem(op, shape, group, device, dtype, seed)
@@ -74,7 +76,8 @@ def make_problem(
 def references(problem: Workload, seed: int = 0) -> References:
     """The references of a problem made with the given seed. Collective."""
     if isinstance(problem, moe_ways.MoEWorkload):
-        return References(*moe_ways.references(problem))
+        kind = moe_ways.PLAIN if problem.scaling is None else moe_scaled_ways.SCALED
+        return References(*moe_ways.references(problem, kind))
     if isinstance(problem, collective_ways.CollectiveWorkload):
         return References(*collective_ways.references(problem))
     if problem.scaling is not None:

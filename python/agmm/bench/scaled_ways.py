@@ -13,6 +13,7 @@ import torch.distributed as dist
 import agmm
 from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
+from agmm.bench.moe_scaled_ways import SCALED_MOE_WAYS
 from agmm.bench.way import ROOF, Result, Way, Workload, as_graph
 from agmm.errors import InvalidArgument
 from agmm.ops.fp8_gather import Fp8Gather
@@ -23,7 +24,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.scaled_products import scaled_matmul
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import Plan
-from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MOE
 from agmm.planning.shapes import Shape
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled, ScaledProducts
@@ -304,7 +305,7 @@ def _of_op(op: str) -> dict[str, Way]:
     return found
 
 
-_WAYS = {op: _of_op(op) for op in _PREPARED}
+_WAYS = {op: _of_op(op) for op in _PREPARED} | {MOE: SCALED_MOE_WAYS}
 
 
 def ways_of(op: str, scaling: str | None) -> dict[str, Way]:

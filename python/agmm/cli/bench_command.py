@@ -85,8 +85,9 @@ class Request:
             excluded += [
                 (named_op, self.op, "--timeline", self.timeline),
                 (named_op, self.op, "--plot", self.plot),
-                (named_op, self.op, "--scaling", self.scaling),
             ]
+            if self.op != MOE:
+                excluded.append((named_op, self.op, "--scaling", self.scaling))
         for option, value, other, other_value in excluded:
             if value is not None and other_value is not None:
                 raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")

@@ -9,7 +9,7 @@ from typing import cast
 from agmm.bench.presets import ShapeOptions, shared_equally
 from agmm.cli import explain, explanations, gpu_names
 from agmm.cli.command_options import ExplainOptions
-from agmm.cli.explain_moe import explain_moe
+from agmm.cli.explain_moe import explain_moe, operands
 from agmm.cli.explain_norm import explain_normed
 from agmm.cli.explanations import Explanation
 from agmm.cli.options import DTYPE_NAMES, DType, Layout, Op, element_bytes
@@ -94,7 +94,7 @@ def _collectives(
 
 def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> list[Explanation]:
     """The explanation of each mixture of experts, with each routing."""
-    for name in ("m", "n", "k", "scaling", "return_a", "b_layout", "activation"):
+    for name in ("m", "n", "k", "return_a", "b_layout", "activation"):
         if getattr(options, name) not in (None, False):
             option = name.replace("_", "-")
             raise InvalidArgument(f"--{option}: found it with moe, wanted --shapes or --model")
@@ -107,7 +107,9 @@ def _mixtures(options: ExplainOptions, ranks: int, gpu: str, dtype: DType) -> li
     served, left_out = shared_equally(listed, ranks)
     for line in left_out:
         print(f"agmm: {line}", file=sys.stderr)
-    return [explain_moe(shape, DTYPE_NAMES[dtype], ranks, gpu) for shape in served]
+    scaling = None if options.scaling is None else options.scaling.value
+    given = operands(DTYPE_NAMES[dtype], scaling)
+    return [explain_moe(shape, given, ranks, gpu) for shape in served]
 
 
 def _products(

@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agmm import _core
+from agmm.bench.units import duration
 from agmm.cli import explain
 from agmm.cli.explanations import Explanation
 from agmm.errors import InvalidArgument
-from agmm.planning import formats
+from agmm.planning import cost_model, formats
 from agmm.planning.cost_model import collectives as collective_costs
+from agmm.planning.op_plans import Choice
 from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, NORMED, Problem
 
 
@@ -39,22 +41,35 @@ def explain_normed(problem: Problem) -> Explanation:
     if kernel is None and not found.is_unfused:
         return replace(found, plan=f"{found.plan}, then {then}", notes=(*found.notes, _TIMES))
     product = "torch.mm" if kernel is None else f"a kernel that streams the weight ({kernel})"
+    us = _predicted_us(problem)
     return replace(
         found,
         plan=f"{product}, then agmm's {method}, with residual and norm in the same kernel",
         why=f"the kernels of {' and '.join(explain.NORMED_METHODS)} add the residual and norm",
         source=None,
-        predicted_us=None,
+        predicted_us=us,
         uncertainty=None,
         measured_us=None,
         measured_alone_us=None,
-        times=(),
-        notes=(*found.notes, "the alternatives are those of the sum, without residual and norm"),
+        times=(f"predicted: {duration(us)}, the product and the kernel of the sum", _NOT_KNOWN),
+        notes=(*found.notes, _OF_SUM),
         alternatives=tuple(one._replace(mark="") for one in found.alternatives),
     )
 
 
 _TIMES = "times are those of the sum, without residual and norm"
+_NOT_KNOWN = "uncertainty: not known: the model has no time of residual and norm in that kernel"
+_OF_SUM = "the alternatives are those of the sum, without residual and norm"
+
+
+def _predicted_us(problem: Problem) -> float:
+    """The predicted time of the product on one rank, and of the kernel that sums it."""
+    choice = _alone(problem)
+    product_us = choice.predicted_us
+    if product_us is None:
+        product_us = cost_model.matmul_us(problem)
+    nbytes = problem.m * problem.n * formats.of(problem.format).element_bytes
+    return product_us + collective_costs.by_kernel_us("all_reduce", nbytes, problem.world_size)
 
 
 def _method(problem: Problem) -> str | None:
@@ -70,6 +85,11 @@ def _method(problem: Problem) -> str | None:
 
 def _streaming(problem: Problem) -> str | None:
     """The streaming kernel that the plan of one rank has faster than the library, or None."""
-    alone = replace(problem, op=ALL_GATHER_MATMUL, world_size=1)
-    kernel = explain.planner_for(problem.gpu, 1).choose(alone).plan.kernel
+    kernel = _alone(problem).plan.kernel
     return kernel.name if kernel is not None and kernel.is_streaming else None
+
+
+def _alone(problem: Problem) -> Choice:
+    """The choice of a plan for the product on one rank."""
+    alone = replace(problem, op=ALL_GATHER_MATMUL, world_size=1)
+    return explain.planner_for(problem.gpu, 1).choose(alone)

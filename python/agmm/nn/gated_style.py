@@ -44,6 +44,10 @@ class GatedGatherParallel(SharedGatherParallel):
         super().__init__("gate", "up", whole_shape=False, **options)
         self.save_preactivation = save_preactivation
 
+    def __repr__(self) -> str:
+        # It has no names before it has seen a module.
+        return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         form = None if "forward" in module.__dict__ else gated_form(module)
         if form is None:

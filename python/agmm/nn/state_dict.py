@@ -68,10 +68,9 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Copy the state dict of the whole module into a sharded one; each rank takes its shards.
 
-    The dict is that of the same module with ``torch.nn.Linear`` for agmm's linear layers and for
-    `UnpackedLinear`. A layer with several outputs has one weight, those of its outputs one below
-    the other. Every rank gives the
-    same dict. Nothing is copied where an error is raised.
+    ``state_dict`` is that of the same module with ``torch.nn.Linear`` for agmm's linear layers and
+    for `UnpackedLinear`. A layer with several outputs has one weight, those of its outputs one
+    below the other. Every rank gives the same dict. Nothing is copied where an error is raised.
 
     Raises:
         InvalidArgument: a name is missing or unknown, a value is no tensor with values or has not

@@ -109,6 +109,10 @@ class SharedGatherParallel(_GatherStyle):
             raise InvalidArgument("names: found none, wanted the names of torch.nn.Linear modules")
         self.names = names
 
+    def __repr__(self) -> str:
+        named = "".join(f"{name!r}, " for name in self.names)
+        return f"{type(self).__name__}({named}sequence_dim={self.sequence_dim})"
+
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         self._share(module, self._targets_in(module, self.names, device_mesh), device_mesh)
         return module

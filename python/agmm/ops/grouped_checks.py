@@ -8,7 +8,8 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_device, check_flag, check_inner, check_operand, check_same
-from agmm.ops.scaled_checks import BIAS_DTYPES, OF_EXPERTS
+from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.runtime.scaling import OF_EXPERTS
 
 
 def check_routing(

@@ -30,10 +30,10 @@ from agmm.ops.grouped_kernel import Described, OfRows, scales_of_rows
 from agmm.ops.grouped_scaled_products import (
     ScaledWeight,
     described,
+    is_left_to_torch,
     matmuls,
     products,
     scaled_product_on_gpu,
-    why_not_by_torch,
     wide_sums,
 )
 from agmm.ops.grouped_scatter import GroupedScatter, check_router, check_rows, held_by_this_rank
@@ -216,8 +216,8 @@ class _Summed(NamedTuple):
         return [scaled_product_on_gpu(self.rows, self.weight, offsets).contiguous()]
 
     def matmuls(self) -> list[OfRows] | None:
-        """Where torch has the product, its rows are copied to where they leave from."""
-        if why_not_by_torch(self.rows.values, self.weight) is None:
+        """A product that is left to torch is copied to where it leaves from."""
+        if is_left_to_torch(self.rows.values, self.weight):
             return None
         call = described(self.rows, [self.weight], None, has_out=False)
         if call is None:

@@ -1,7 +1,7 @@
 """Products of fp8 rows that are grouped by expert, without an exchange: on the CPU expert by
-expert, dequantised; on a GPU by ``torch._scaled_grouped_mm``, else by agmm's kernel, or in bfloat16
-where neither has such a product. Nothing here looks at the device of a GPU, so a call can be
-captured."""
+expert, dequantised; on a GPU by agmm's kernel where an expert has few rows, else by
+``torch._scaled_grouped_mm``, by agmm's kernel where torch has no such product, or in bfloat16 where
+neither has. Nothing here looks at the device of a GPU, so a call can be captured."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from agmm.errors import fall_back
 from agmm.ops import grouped_kernel
 from agmm.ops.grouped_products import experts_of_rows, product_on_gpu, segments
+from agmm.planning import grouped_kernels
 from agmm.runtime.cpu_scaled import Products
 from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.scaled import Scaled, Weight, sum_of
@@ -164,15 +165,22 @@ def why_not_by_torch(rows: torch.Tensor, weight: ScaledWeight) -> str | None:
     return None
 
 
+def is_left_to_torch(rows: torch.Tensor, weight: ScaledWeight) -> bool:
+    """Whether torch multiplies rows [rows, K] that are there, though agmm may have a kernel."""
+    if grouped_kernels.are_few(len(rows), len(weight.values)):
+        return False
+    return why_not_by_torch(rows, weight) is None
+
+
 def _on_gpu(
     rows: Scaled,
     weights: Sequence[ScaledWeight],
     offsets: torch.Tensor,
     epilogue: Epilogue | None,
 ) -> list[torch.Tensor]:
-    """`products` on a GPU, by torch where it has them all, then by agmm's kernel."""
+    """`products` on a GPU, by torch where all are left to it, then by agmm's kernel."""
     plan = None
-    if any(why_not_by_torch(rows.values, weight) is not None for weight in weights):
+    if not all(is_left_to_torch(rows.values, weight) for weight in weights):
         plan = matmuls(rows, weights, epilogue)
     if plan is None:
         found = [scaled_product_on_gpu(rows, weight, offsets) for weight in weights]
@@ -192,12 +200,14 @@ def scaled_product_on_gpu(
     if m * n * rows.values.shape[1] == 0:
         total = rows.scale.new_zeros(m, n)
     else:
+        if not is_left_to_torch(rows.values, weight):
+            call = described(rows, [weight], None)
+            if call is not None:
+                scales = grouped_kernel.scales_of_rows(rows.scale)
+                return grouped_kernel.launch(call, rows.values, offsets, scales=scales)
         why = why_not_by_torch(rows.values, weight)
         if why is None:
             total = _by_torch(rows, weight, offsets)
-        elif (call := described(rows, [weight], None)) is not None:
-            scales = grouped_kernel.scales_of_rows(rows.scale)
-            return grouped_kernel.launch(call, rows.values, offsets, scales=scales)
         else:
             fall_back(
                 f"torch._scaled_grouped_mm: {why}; the products of experts are made in bfloat16",

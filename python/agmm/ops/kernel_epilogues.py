@@ -125,6 +125,7 @@ class Composed(NamedTuple):
     call: Any
     behind: Any
 
-    def __call__(self, *operands: Any) -> Any:
-        found = self.call(*operands)
-        return found._replace(outs=self.behind(found.outs))
+    def __call__(self, *operands: Any) -> tuple[Any, Any, Any]:
+        """Return the gathered A and its scales, which may be None, and the results."""
+        A, scale, products = self.call(*operands)
+        return A, scale, self.behind(products)

@@ -136,6 +136,8 @@ def matmul_all_reduce(
             other's memory; ``"streamed"`` for one kernel of few rows on Hopper, which reads the
             weight at the rate of memory and sends its sums to all ranks; ``"unfused"``; or None for
             the chosen plan.
+        batch_invariant: the bits of a row do not depend on how many other rows there are, with a
+            plan of its own, so without ``config``; None for what ``AGMM_BATCH_INVARIANT`` says.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``all_reduce``), of which agmm warns once for each reason why it cannot do otherwise.
 

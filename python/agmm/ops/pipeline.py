@@ -15,11 +15,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from agmm.errors import Unsupported, compose, fall_back, take_portable
+from agmm import _env
+from agmm.errors import Unsupported, compose, fall_back, take_portable, warn_once
 from agmm.ops import kept, learning, seen
 from agmm.planning import call_plans
 from agmm.planning.plans import Plan
-from agmm.planning.problems import Problem
+from agmm.planning.problems import MATMUL_ALL_REDUCE, NORMED, Problem
 from agmm.runtime import backends, groups, hosts
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
@@ -37,6 +38,8 @@ TORCH = "torch"
 """`Route.by` of a call that torch's fused op computes."""
 LIBRARY = "library"
 """`Route.by` of a call that the group's backend and the library compute: the unfused path."""
+TAKE_BATCH_INVARIANT = (MATMUL_ALL_REDUCE, NORMED)
+"""The ops that take ``batch_invariant=``."""
 
 
 Ready = Any
@@ -213,6 +216,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
     groups.check_alive(group)
     call.check()
     words = call.words()
+    _warn_of_batches(words.op)
     if backends.is_fake(group):
         dry = call.by_library(words)
         seen.served(call, words, "dry run", None)
@@ -251,3 +255,13 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
         if route.reason is None and route.lasts and call.is_settled:
             kept.keep(group, keep_as, seen.noting(call.library_to_keep(by_library), kind))
         return by_library
+
+
+def _warn_of_batches(op: str) -> None:
+    """Warns where the environment asks for batch invariance and an op that multiplies cannot be
+    asked for it: its kernel depends on the number of rows."""
+    if "matmul" in op and op not in TAKE_BATCH_INVARIANT and _env.batch_invariant() == "on":
+        warn_once(
+            f"{_env.BATCH_INVARIANT.name}: found on, but {op} does not take batch_invariant, so "
+            "the bits of its rows may depend on how many there are"
+        )

@@ -25,7 +25,16 @@ from agmm.ops.checks import (
     names_of,
 )
 from agmm.runtime.scaled import FP8, ScaledProducts
-from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, SCALINGS, Scaling, Tile, scale_shape
+from agmm.runtime.scaling import (
+    ALL,
+    BY_NAME,
+    K_MULTIPLE,
+    OF_EXPERTS,
+    SCALINGS,
+    Scaling,
+    Tile,
+    scale_shape,
+)
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8)
 BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,10 +99,6 @@ def scalings_of(
         ):
             return [scaling] * len(Bs)
     return [scaling_of(A, scale_a, *one) for one in zip(Bs, scale_bs, strict=True)]
-
-
-OF_EXPERTS = tuple(BY_NAME[name] for name in ("rowwise", "block"))
-"""The kinds of scales that the experts of a mixture may have."""
 
 
 def scaling_of_experts(

@@ -33,11 +33,30 @@ class Served:
     """What becomes of the products."""
     residual: bool = False
     """Whether a residual is added."""
+    b_layout: str = ""
+    """How B lies in memory: ``"column"`` as ``weight.t()`` does, ``"row"`` as the weight itself
+    does in a backward, or ``"packed"``."""
+    returns_A: bool = False
+    """Whether the gathered A is returned, too."""
+    scaling: str | None = None
+    """The kind of scales; None without."""
+    dim: int = 0
+    """The dimension that is gathered or scattered."""
+    products: int = 1
+    """How many products are summed."""
+    device: str = ""
+    """The type of the device."""
 
     @property
     def what(self) -> str:
-        """The op, with what it does behind the product."""
-        behind = [self.activation or "", "residual" * self.residual]
+        """The op, with what it does beside and behind the product."""
+        behind = [
+            self.activation or "",
+            "residual" * self.residual,
+            "A returned" * self.returns_A,
+            f"{self.products} products" * (self.products > 1),
+            f"dimension {self.dim}" * (self.dim > 0),
+        ]
         return " + ".join([self.op, *filter(None, behind)])
 
     @property
@@ -112,12 +131,13 @@ class Status:
     def __str__(self) -> str:
         if not self.calls:
             return "agmm has served no calls in this process"
-        rows = [("op", "m x n x k", "dtype", "ranks", "calls", "by", "why")]
+        rows = [("op", "m x n x k", "B", "dtype", "ranks", "calls", "by", "why")]
         rows += [
             (
                 one.what,
                 f"{one.m} x {'+'.join(map(str, one.n))} x {one.k}",
-                one.dtype,
+                one.b_layout,
+                " ".join(filter(None, (one.dtype, one.scaling))),
                 str(one.world_size),
                 str(one.count),
                 one.by,
@@ -149,7 +169,8 @@ def status() -> Status:
     gather, and which were left to torch or to the group's backend. ``print(agmm.status())`` prints
     a table. Without ``AGMM_REPORT``, ``AGMM_RECORD`` or `record` every kind of call is there, but
     its count is a lower bound: most calls that repeat an earlier one skip the count. Calls of the
-    backward are among them. Calls in a CUDA graph count when they are captured. The functions of
+    backward are among them: column B says ``row`` there, and ``column`` where a layer's forward
+    gives ``weight.t()``. Calls in a CUDA graph count when they are captured. The functions of
     `agmm.collectives` and what `agmm.integrations` leave to torch are not noted. With logging of
     level INFO, the logger ``agmm`` says the sums in one line after the first steps (512 calls), or
     at the end. ``learnt`` has what `agmm.learn_plans` has led to.
@@ -158,7 +179,8 @@ def status() -> Status:
     calls = [
         Served(
             *(*kind[:5], kind.world_size, seen.who(kind), kind.reason, count),
-            *(kind.activation, kind.residual),
+            *(kind.activation, kind.residual, kind.b_layout, kind.return_A, kind.scaling),
+            *(kind.dim, kind.products, kind.device.type),
         )
         for kind, count in sorted(found.items(), key=lambda pair: -pair[1])
     ]

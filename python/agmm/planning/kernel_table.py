@@ -42,8 +42,9 @@ _MOST_CTAS_OF_A_CLUSTER = 2
 """The most CTAs of a cluster. Clusters of 4 would leave multiprocessors without one."""
 _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
-_COLUMNS_OF_HALVES = 128
-"""The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight."""
+_COLUMNS_OF_HALVES = {"row": 128, "column": 32}
+"""The step of a gate's columns: B by row comes in pieces of 64 columns, each of one weight; results
+are stored 16 columns at a time."""
 _COLUMNS_OF_TWO = 256
 """The columns of a gate's tile whose sums are promoted: those of two MMAs, one for each weight.
 Half as many are those of one scale of a result in fp8."""
@@ -206,8 +207,9 @@ def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
             yield "tile", f"{_COLUMNS_OF_TWO} columns with {row.epilogue}"
         if is_gate and (row.swapped or row.cluster[1] != 1):
             yield "epilogue", "no gate with swapped, or a cluster of more than a tile along N"
-        if is_gate and row.tile[1] % _COLUMNS_OF_HALVES:
-            yield "tile", f"a multiple of {_COLUMNS_OF_HALVES} columns with a gate"
+        step = max(_COLUMNS_OF_HALVES[layout] for layout in row.b_layouts)
+        if is_gate and row.tile[1] % step:
+            yield "tile", f"a multiple of {step} columns with a gate"
     if row.op == ALL_REDUCE:
         if (row.schedule, row.cluster) != ("pingpong", (1, 1)):
             yield "schedule", f"pingpong, in clusters of 1x1, with {row.op}"

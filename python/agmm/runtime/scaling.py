@@ -34,6 +34,9 @@ of an operand with one row, means the same in all."""
 
 BY_NAME = {scaling.name: scaling for scaling in SCALINGS}
 
+OF_EXPERTS = BY_NAME["rowwise"], BY_NAME["block"]
+"""The kinds of scales that the experts of a mixture may have."""
+
 K_MULTIPLE = 16
 """K is a multiple of this: bytes that Hopper's copies and `torch._scaled_mm` want."""
 

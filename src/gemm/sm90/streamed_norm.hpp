@@ -172,11 +172,13 @@ struct NormedRows {
         load_packet_if((pending >> i & 1u) != 0, found[i], at(i));
       }
       uint32_t seen = 0;
+      int missing = -1;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSources * kBatch; ++i) {
         if (found[i].flag == args.tag) {
           pending &= ~(1u << i);
         } else if ((pending >> i & 1u) != 0 && seen == 0) {
+          missing = i < kBatch ? source : source + 1;  // rather one that called with something else
           seen = found[i].flag;
         }
       }
@@ -185,7 +187,7 @@ struct NormedRows {
       bool const waits_for_second = pending >> kBatch != 0;
       since = check_exchange_wait(
           args, tiles.slot, uint32_t(waits_for_first) << source | waits_for_second << (source + 1),
-          seen, waits_for_first ? source : source + 1, since);
+          seen, missing, since);
     } while (!kNoWait);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSources * kBatch; ++i) {
@@ -312,6 +314,8 @@ struct NormedRows {
   // row; the bits of numbers that are not negative, a NaN's too, are ordered as the numbers are.
 
   CUTLASS_DEVICE uint32_t* amax_of(int32_t scale) const {
+    static_assert(kWarps + ceil_div(kMaxStreamedNormColumns, kScaleBlock) <=
+                  int(sizeof(shared.sums) / sizeof(float)));
     return reinterpret_cast<uint32_t*>(shared.sums + kWarps) + scale;
   }
   CUTLASS_DEVICE void note_amax(int32_t scale, float amax) const {
