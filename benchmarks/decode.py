@@ -48,7 +48,7 @@ WORDS = {
     SYMMETRIC: "torch.mm, torch.ops.symm_mem.one_shot_all_reduce, an addition, torch's rms_norm",
     PARTS: "agmm.matmul_all_reduce with the residual, torch's rms_norm",
     OURS: "agmm.matmul_all_reduce_rms_norm",
-    ONE_KERNEL: 'agmm.matmul_all_reduce_rms_norm(config="streamed"): product and sum in a kernel',
+    ONE_KERNEL: 'agmm.matmul_all_reduce_rms_norm(config="streamed"): all of it in one kernel',
     STREAMED: "as agmm, and the column-parallel products by the kernel that agmm plans for them",
 }
 """The ways by name, as the output explains them."""

@@ -3,18 +3,21 @@ what `benchmarks/plans.py` measured of shapes to fit to, judged on the shapes th
 
     python -m benchmarks.fit_plans plans.jsonl more.jsonl
     python -m benchmarks.fit_plans plans.jsonl --write
+    python -m benchmarks.fit_plans plans.jsonl --only-margins --write
 
 Of each plan a shape counts the usual order of tiles and the usual SM push, which plans without a
 table have. `--write` puts the constants where plans are made with them: under "of_ranks" in
 `tables/<gpu>.json` of the agmm that is imported, with how far off they were on the shapes that were
-held back. The matmul alone is fitted by `benchmarks/fit_alone.py`, and stays.
+held back. The matmul alone is fitted by `benchmarks/fit_alone.py`, the library's by
+`benchmarks/fit_library.py`, and both stay. `--only-margins` is for what follows another fit of the
+library's: it keeps the constants of ranks that are there but for `choice_margins`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import Constants, gpu_constants
 from agmm.planning.cost_model.collectives import margin_name
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import GATHERED_TO_KERNEL, KernelConfig
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.planning.transports import SmPush
@@ -83,8 +86,10 @@ SCALARS = {
     ),
 }
 """The constants of one number that are fitted, by op."""
-LIBRARY = ("gather", "large gather", "unfused", "large unfused")
-"""The plans whose matmul is the library's, by their names in `choice_margins`."""
+TO_KERNEL = (GATHERED_TO_KERNEL, f"large {GATHERED_TO_KERNEL}")
+LIBRARY = ("gather", "large gather", "unfused", "large unfused", *TO_KERNEL)
+"""The plans that gather first or scatter last, by their names in `choice_margins`; those of
+`TO_KERNEL` multiply by agmm's kernels."""
 _KNOWS_NOTHING = {one.name: one.default for one in fields(Constants)}
 """The values of constants that a GPU's file does not have."""
 DROPPED = 1.5
@@ -123,8 +128,8 @@ class Fit(Descent[Key]):
             problem = replace(product.problem, gpu=FITTED)
             least_us = min(of_product.values())
             for plan, us in of_product.items():
-                key: Key = margin_name(problem, plan.transport.family)
-                if plan.kernel is not None:
+                key: Key = margin_name(problem, plan.family)
+                if plan.kernel is not None and not plan.gathers_first:
                     key = KernelConfig.parse(plan.kernel.kernel)
                 calls.setdefault(key, []).append(Call.of(problem, place, us, least_us, plan))
         margins = dict(start.choice_margins.get(self.op, {}))
@@ -139,16 +144,19 @@ class Fit(Descent[Key]):
             lambda c, key: c.choice_margins[self.op].get(str(key), 1.0),
         )
 
-    def parameters(self) -> list[Parameter[Key]]:
-        """All constants that are fitted."""
-        everything = list(self.calls)
-        found = [number(name, everything) for name in SCALARS[self.op]]
+    def margins(self) -> list[Parameter[Key]]:
+        """The margins that are fitted."""
         margins = self.now.choice_margins[self.op]
-        found += [
+        return [
             self._margin_of(family)
             for family in LIBRARY
             if family in self.calls and margins.get(family) != DROPPED
         ]
+
+    def parameters(self) -> list[Parameter[Key]]:
+        """All constants that are fitted."""
+        everything = list(self.calls)
+        found = [number(name, everything) for name in SCALARS[self.op]] + self.margins()
         for kernel in self.calls:
             if not isinstance(kernel, KernelConfig):
                 continue
@@ -194,8 +202,12 @@ class Fit(Descent[Key]):
         return Parameter(lambda c: c.choice_margins[self.op].get(family, 1.0), put, [])
 
 
-def fit(products: Sequence[Product], start: Constants, steps: int) -> Constants:
+def fit(
+    products: Sequence[Product], start: Constants, steps: int, *, only_margins: bool = False
+) -> Constants:
     """Constants that are fitted to the products of both ops."""
+    if only_margins:
+        return _each_op(products, start, lambda one: one.slide(one.margins(), steps))
     begin = {
         name: value
         for name, value in BEGIN.items()
@@ -205,11 +217,18 @@ def fit(products: Sequence[Product], start: Constants, steps: int) -> Constants:
     plans = {plan for product in products for plan in product.times}
     begin["sends_scales"] = any(isinstance(plan.transport, SmPush) for plan in plans)
     constants = gpu_constants.with_changes(start, begin)
+    return _each_op(products, constants, lambda one: one.slide(one.parameters(), steps))
+
+
+def _each_op(
+    products: Sequence[Product], constants: Constants, improve: Callable[[Fit], None]
+) -> Constants:
+    """The constants, improved for one op after the other."""
     for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
         of_op = [product for product in products if product.problem.op == op]
         if of_op:
             one = Fit(of_op, constants)
-            one.slide(one.parameters(), steps)
+            improve(one)
             constants = one.now
     return constants
 
@@ -237,10 +256,31 @@ def give(cell: Cell, changed_constants: dict[str, Any]) -> None:
     gpu_constants.give(cell.gpu, constants)
 
 
+def starts(cell: Cell) -> tuple[Constants, dict[str, Any]]:
+    """The constants that the cell's GPU has for any number of ranks, as FITTED's, and what differs
+    for the cell's so far."""
+    base = cost_model.constants(cell.gpu)
+    gpu_constants.give(cell.gpu, replace(base, of_ranks={}))
+    plain = gpu_constants.constants_of_kind(cell.gpu, cell.kind, cell.world_size)
+    gpu_constants.give(cell.gpu, base)
+    so_far = base.of_ranks.get(str(cell.world_size), {}).get(cell.kind, {})
+    return replace(plain, gpu=FITTED, formats={}, of_ranks={}), so_far
+
+
+def _unmeasured(so_far: dict[str, Any]) -> dict[str, Any]:
+    """The constants that are not fitted here, with the margins of plans that no file may have
+    measured: a fit begins with them."""
+    found = {name: value for name, value in so_far.items() if name.startswith("library")}
+    margins = so_far.get("choice_margins", {}).get(ALL_GATHER_MATMUL, {})
+    kept = {name: value for name, value in margins.items() if name in TO_KERNEL}
+    return {**found, "choice_margins": {ALL_GATHER_MATMUL: kept}} if kept else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the constants of gathers and scatters.")
     parser.add_argument("paths", type=Path, nargs="+", help="files of benchmarks/plans.py")
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--only-margins", action="store_true", help="fit choice_margins alone")
     parser.add_argument("--write", action="store_true", help="keep the constants")
     parser.add_argument("--from-measured", default="", help="what to note as their source")
     arguments = parser.parse_args()
@@ -252,15 +292,17 @@ def main() -> None:
         print(f"{cell.gpu}, {cell.world_size} ranks, {cell.kind}")
         print(*never_best(products), sep="\n")
         _show("before", fitted_to, held)
-        base = replace(cost_model.constants(cell.gpu), of_ranks={})
-        gpu_constants.give(cell.gpu, base)
-        start = gpu_constants.constants_of_kind(cell.gpu, cell.kind, cell.world_size)
-        start = replace(start, gpu=FITTED, formats={})
-        found = changes(start, fit(fitted_to, start, arguments.steps))
+        only = arguments.only_margins
+        plain, so_far = starts(cell)
+        start = gpu_constants.with_changes(plain, so_far if only else _unmeasured(so_far))
+        found = changes(plain, fit(fitted_to, start, arguments.steps, only_margins=only))
+        if only:
+            found = {**so_far, "choice_margins": found["choice_margins"]}
         give(cell, found)
         _show("now", fitted_to, held)
         found["uncertainty"] = uncertainty(held)
-        found["sources"] = arguments.from_measured or _source(fitted_to, held)
+        source = arguments.from_measured or _source(fitted_to, held)
+        found["sources"] = f"choice_margins: {source}. {so_far['sources']}" if only else source
         print(json.dumps(found))
         if arguments.write:
             write(cell, found)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agmm.planning import cost_model, formats, tables
+from agmm.planning.cost_model import behind_gather
 from agmm.planning.heuristics import scatter_order, usual_order, usual_sm_push
 from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_TORCH, KernelConfig, Plan
@@ -81,7 +82,9 @@ def is_usual(problem: Problem, plan: Plan) -> bool:
     kernel = plan.kernel
     if kernel is None:
         return plan != BY_TORCH
-    if problem.op == MATMUL_REDUCE_SCATTER:
+    if plan.gathers_first:
+        order = usual_order(behind_gather(problem), kernel)
+    elif problem.op == MATMUL_REDUCE_SCATTER:
         order = scatter_order(problem, kernel)
     else:
         order = usual_order(problem, kernel)
@@ -140,7 +143,7 @@ def time_of(product: Product, plan: Plan) -> float | None:
         assert one.kernel is not None
         has_head = isinstance(one.transport, SmPush) and one.transport.head_chunks > 0
         kernel = replace(one.kernel, max_swizzle=1, raster="along_m")
-        return kernel, one.transport.family, has_head
+        return kernel, one.family, has_head
 
     alike = [
         us for one, us in product.times.items() if one.kernel and likeness(one) == likeness(plan)
@@ -158,7 +161,7 @@ def uncertainty(products: Iterable[Product]) -> dict[str, dict[str, float]]:
             predicted = predict_us(product.problem, plan)
             if predicted is not None:
                 of_op = errors.setdefault(product.problem.op, {})
-                of_op.setdefault(plan.transport.family, []).append(abs(us / predicted - 1))
+                of_op.setdefault(plan.family, []).append(abs(us / predicted - 1))
     return {
         op: {family: _quantile(found) for family, found in of_op.items()}
         for op, of_op in errors.items()
@@ -182,7 +185,7 @@ def never_best(products: Sequence[Product]) -> Iterator[str]:
     for product in products:
         op, least = product.problem.op, min(product.times.values())
         best = [plan for plan, us in product.times.items() if us <= NEAR * least]
-        families.update((op, one) for one in {plan.transport.family for plan in best})
+        families.update((op, one) for one in {plan.family for plan in best})
         tried.update((op, one) for one in _kernels(product.times))
         near |= {(op, one) for one in _kernels(best)}
     for op in sorted({product.problem.op for product in products}):

@@ -76,14 +76,36 @@ struct Beside {
 /// partial sums of 1 KiB.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
-/// all_reduce(A @ B) (+ bias) (+ residual) of few rows in one kernel: a streaming kernel multiplies
-/// and sends its sums, rounded, to all ranks, or in two shots to the rank that adds them up for
-/// all. They are added in the order of the ranks in float32, and what bias and residual add to is
-/// rounded once. Every rank and either method gets the same bits, in every call.
+/// The RMS norm of the rows of a StreamedSum, times `weight`: computed in float32 and rounded once.
+/// With `scales` what is rounded is quantised to fp8 (e4m3), as quantize() does it.
+struct StreamedNorm {
+  void const* weight = nullptr;  // [n]; null: rows are not normed
+  void* normed = nullptr;        // [m, n]
+  float eps = 0;
+  float* scales = nullptr;  // [m], or [m, ceil(n / 128)]; null: none
+  bool of_blocks = false;   // whether a scale is that of 128 columns
+};
+
+/// all_reduce(A @ B) (+ bias) (+ residual) of few rows in one kernel, or reduce_scatter: a
+/// streaming kernel multiplies and sends its sums, rounded, to all ranks, or to the rank that adds
+/// them up for itself, or in two shots for all. They are added in the order of the ranks in
+/// float32, and what bias and residual add to is rounded once. Every rank and either method gets
+/// the same bits, in every call. An all_reduce may norm its rows in the same kernel.
 struct StreamedSum {
-  AsyncInputArgs matmul{};         // its A has come; rank, limit and multiprocessors are filled in
-  void const* residual = nullptr;  // [m, n] of the dtype of out, the same on all ranks; or null
-  CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot
+  AsyncInputArgs matmul{};  // its A has come; rank, limit and multiprocessors are filled in
+  // This is as long as out and of its dtype, or null; of an all_reduce it is the same on all ranks.
+  void const* residual = nullptr;
+  CollectiveOp op = CollectiveOp::AllReduce;            // or ReduceScatter of m / w rows each
+  CollectiveMethod method = CollectiveMethod::OneShot;  // or TwoShot of an AllReduce
+  bool is_average = false;                              // the sum is multiplied by 1 / w
+  StreamedNorm norm{};                                  // of an AllReduce
+};
+
+/// all_gather, then the product of what was gathered and a weight by a streaming kernel, which may
+/// start while the gather awaits its peers and reads its weight meanwhile.
+struct GatheredMatmul {
+  Collective gather{};
+  AsyncInputArgs matmul{};  // of gather.out; rank, limit and multiprocessors are filled in
 };
 
 /// A call without elements, which moves nothing: it ends when all ranks have come to it. No other
@@ -138,6 +160,7 @@ class Collectives {
   bool operator()(Collective const& call, Beside const& beside, void* stream);
   bool operator()(Meeting const& meeting, void* stream);
   bool operator()(StreamedSum const& call, void* stream);
+  bool operator()(GatheredMatmul const& call, void* stream);
 
   /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or
   /// the last one of the capture that `stream` is in. Calls of other workspaces of the group need

@@ -11,6 +11,7 @@ __all__: list[str] = [
     "ALIGNMENT",
     "Accumulation",
     "CAPABILITY",
+    "COLLECTIVE_KEPT_WORDS",
     "COLLECTIVE_PACKET_BYTES",
     "CollectiveElement",
     "CollectiveMethod",
@@ -39,6 +40,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
+    "MAX_STREAMED_NORM_COLUMNS",
     "MAX_STREAMED_WEIGHTS",
     "MAX_STREAMING_CLUSTER",
     "MOST_CHOICES",
@@ -817,6 +819,17 @@ class CudaCollectives:
         """
         Enqueues a collective. count: the number of elements of the input or, for reduce_scatter, of out. ctas: the number of CTAs of a launch, alike on all ranks; 0 chooses it by size. Returns whether the stream is being captured.
         """
+    def gathered_matmul(
+        self,
+        method: CollectiveMethod,
+        problem: MatmulProblem,
+        addresses: collections.abc.Sequence[int],
+        nbytes: int,
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues an all_gather of so many bytes of each rank, and the product of the gathered rows by a streaming kernel, which reads its weight meanwhile. addresses: the addresses of the shard, the gathered rows, the weight, the bias and the product; 0 where there is none. Returns whether the stream is being captured.
+        """
     def meet(
         self, method: CollectiveMethod, input: int, out: int, agreed: str, words: str, stream: int
     ) -> bool:
@@ -842,9 +855,21 @@ class CudaCollectives:
         problem: MatmulProblem,
         addresses: collections.abc.Sequence[int],
         stream: int,
+        eps: float = 0.0,
+        of_blocks: bool = False,
     ) -> bool:
         """
-        Enqueues out = all_reduce(a @ b) (+ bias) (+ residual) of few rows as one kernel, a streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there is none. Returns whether the stream is being captured.
+        Enqueues out = all_reduce(a @ b) (+ bias) (+ residual) of few rows as one kernel, a streaming one, which may norm the rows. addresses: the addresses of a, b, bias, residual, out, the norm's weight, the normed rows and their scales, which make them fp8; 0 where there is none. of_blocks: a scale is that of 128 columns, not of a row. Returns whether the stream is being captured.
+        """
+    def streamed_reduce_scatter(
+        self,
+        problem: MatmulProblem,
+        addresses: collections.abc.Sequence[int],
+        is_average: bool,
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues out = reduce_scatter(a @ b) (+ bias) (+ residual) of few rows as one kernel, a streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there is none. Returns whether the stream is being captured.
         """
     @property
     def slot_bytes(self) -> int: ...
@@ -1489,9 +1514,16 @@ def streaming_splits(n: int, k: int, element_bits: int = 16) -> int:
     The splits of K that a streaming kernel has for a B of this size, whatever M is.
     """
 
-def streams_sum(method: CollectiveMethod, m: int, n: int, slot_bytes: int, world_size: int) -> bool:
+def streams_sum(
+    method: CollectiveMethod,
+    m: int,
+    n: int,
+    slot_bytes: int,
+    world_size: int,
+    by_rows: bool = False,
+) -> bool:
     """
-    Whether streamed_all_reduce, in one shot or two, has room for a sum of so many rows and columns.
+    Whether streamed_all_reduce, in one shot or two, has room for a sum of so many rows and columns. by_rows: each rank sums neighbouring rows, as a scatter has it, and two shots with a norm.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:
@@ -1551,6 +1583,7 @@ def write_line(message: str) -> None:
 
 ALIGNMENT: int
 CAPABILITY: int
+COLLECTIVE_KEPT_WORDS: int
 COLLECTIVE_PACKET_BYTES: int
 FP8_ALIGNMENT: int
 GRADIENT_MULTIPLE: int
@@ -1564,6 +1597,7 @@ MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 MAX_SIZE: int
+MAX_STREAMED_NORM_COLUMNS: int
 MAX_STREAMED_WEIGHTS: int
 MAX_STREAMING_CLUSTER: int
 MOST_CHOICES: int

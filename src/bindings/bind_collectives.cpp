@@ -86,17 +86,57 @@ bool meet(Collectives& collectives, CollectiveMethod method, uintptr_t in, uintp
   return collectives(meeting, reinterpret_cast<void*>(stream));
 }
 
-bool streamed_all_reduce(Collectives& collectives, CollectiveMethod method,
-                         const agmm::MatmulProblem& problem,
-                         const std::vector<uintptr_t>& addresses, uintptr_t stream) {
+/// The operands of a streamed sum, but for what a norm has.
+agmm::StreamedSum streamed_sum(const agmm::MatmulProblem& problem, agmm::Addresses& at) {
   agmm::StreamedSum call;
-  call.method = method;
   call.matmul = problem.args;
-  agmm::Addresses at(addresses, 5);
   call.matmul.operands.a = at.next<void>();
   call.matmul.operands.b = at.next<void>();
   call.matmul.operands.bias = at.next<void>();
   call.residual = at.next<void>();
+  call.matmul.operands.out = at.next<void>();
+  call.matmul.limit_ns = agmm::limit_ns();
+  return call;
+}
+
+bool streamed_all_reduce(Collectives& collectives, CollectiveMethod method,
+                         const agmm::MatmulProblem& problem,
+                         const std::vector<uintptr_t>& addresses, uintptr_t stream, double eps,
+                         bool of_blocks) {
+  agmm::Addresses at(addresses, 8);
+  agmm::StreamedSum call = streamed_sum(problem, at);
+  call.method = method;
+  call.norm.weight = at.next<void>();
+  call.norm.normed = at.next<void>();
+  call.norm.scales = at.next<float>();
+  call.norm.eps = static_cast<float>(eps);
+  call.norm.of_blocks = of_blocks;
+  return collectives(call, reinterpret_cast<void*>(stream));
+}
+
+bool streamed_reduce_scatter(Collectives& collectives, const agmm::MatmulProblem& problem,
+                             const std::vector<uintptr_t>& addresses, bool is_average,
+                             uintptr_t stream) {
+  agmm::Addresses at(addresses, 5);
+  agmm::StreamedSum call = streamed_sum(problem, at);
+  call.op = CollectiveOp::ReduceScatter;
+  call.is_average = is_average;
+  return collectives(call, reinterpret_cast<void*>(stream));
+}
+
+bool gathered_matmul(Collectives& collectives, CollectiveMethod method,
+                     const agmm::MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
+                     int64_t nbytes, uintptr_t stream) {
+  agmm::Addresses at(addresses, 5);
+  agmm::GatheredMatmul call;
+  call.gather =
+      described(CollectiveOp::AllGather, method, CollectiveElement::Byte, 0, 0, nbytes, 0);
+  call.gather.in = at.next<void>();
+  call.gather.out = at.next<void>();
+  call.matmul = problem.args;
+  call.matmul.operands.a = call.gather.out;
+  call.matmul.operands.b = at.next<void>();
+  call.matmul.operands.bias = at.next<void>();
   call.matmul.operands.out = at.next<void>();
   call.matmul.limit_ns = agmm::limit_ns();
   return collectives(call, reinterpret_cast<void*>(stream));
@@ -130,17 +170,24 @@ void bind_collectives(py::module_& m) {
       .value("float32", CollectiveElement::Float32);
   m.attr("MAX_COLLECTIVE_RANKS") = agmm::kMaxExchangeRanks;
   m.attr("MAX_COLLECTIVE_CTAS") = agmm::kMaxExchangeCtas;
+  m.attr("COLLECTIVE_KEPT_WORDS") = agmm::kMaxExchangeCtas + agmm::kNormCounters;
   m.attr("MAX_NORM_ROW_BYTES") = agmm::kMaxNormRowBytes;
   m.def(
       "streams_sum",
-      [](CollectiveMethod method, int64_t m, int n, std::size_t slot_bytes, int world_size) {
+      [](CollectiveMethod method, int64_t m, int n, std::size_t slot_bytes, int world_size,
+         bool by_rows) {
         const CollectiveLayout layout(slot_bytes, world_size);
-        const int owners = method == CollectiveMethod::TwoShot ? world_size : 1;
-        return agmm::streamed_packets(m, n, owners) <= int64_t(layout.groups(Carrier::Packets));
+        const bool has_owners = method == CollectiveMethod::TwoShot;
+        const int64_t rows = by_rows ? (m + world_size - 1) / world_size : m;
+        const int owners = has_owners && !by_rows ? world_size : 1;
+        return agmm::streamed_packets(rows, n, owners) <= int64_t(layout.groups(Carrier::Packets));
       },
       py::arg("method"), py::arg("m"), py::arg("n"), py::arg("slot_bytes"), py::arg("world_size"),
+      py::arg("by_rows") = false,
       "Whether streamed_all_reduce, in one shot or two, has room for a sum of so many rows and "
-      "columns.");
+      "columns. by_rows: each rank sums neighbouring rows, as a scatter has it, and two shots with "
+      "a norm.");
+  m.attr("MAX_STREAMED_NORM_COLUMNS") = agmm::kMaxStreamedNormColumns;
   m.attr("COLLECTIVE_PACKET_BYTES") = CollectiveLayout::kPacketBytes;  // of a slot
   m.def(
       "capture_of",
@@ -200,9 +247,26 @@ void bind_collectives(py::module_& m) {
            "Enqueues an all_reduce whose sum is added to the residual, which gives out, and "
            "normalised, which gives normed. Returns whether the stream is being captured.")
       .def("streamed_all_reduce", &streamed_all_reduce, py::arg("method"), py::arg("problem"),
-           py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           py::arg("addresses"), py::arg("stream"), py::arg("eps") = 0.0,
+           py::arg("of_blocks") = false, py::call_guard<py::gil_scoped_release>(),
            "Enqueues out = all_reduce(a @ b) (+ bias) (+ residual) of few rows as one kernel, a "
-           "streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there "
+           "streaming one, which may norm the rows. addresses: the addresses of a, b, bias, "
+           "residual, out, the norm's weight, the normed rows and their scales, which make them "
+           "fp8; 0 where there is none. of_blocks: a scale is that of 128 columns, not of a row. "
+           "Returns whether the stream is being captured.")
+      .def(
+          "streamed_reduce_scatter", &streamed_reduce_scatter, py::arg("problem"),
+          py::arg("addresses"), py::arg("is_average"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Enqueues out = reduce_scatter(a @ b) (+ bias) (+ residual) of few rows as one kernel, a "
+          "streaming one. addresses: the addresses of a, b, bias, residual and out; 0 where there "
+          "is none. Returns whether the stream is being captured.")
+      .def("gathered_matmul", &gathered_matmul, py::arg("method"), py::arg("problem"),
+           py::arg("addresses"), py::arg("nbytes"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues an all_gather of so many bytes of each rank, and the product of the gathered "
+           "rows by a streaming kernel, which reads its weight meanwhile. addresses: the addresses "
+           "of the shard, the gathered rows, the weight, the bias and the product; 0 where there "
            "is none. Returns whether the stream is being captured.")
       .def("all_gather_two", &all_gather_two, py::arg("method"), py::arg("input"), py::arg("out"),
            py::arg("nbytes"), py::arg("second"), py::arg("second_out"), py::arg("second_nbytes"),

@@ -77,6 +77,7 @@ bool Collectives::operator()(Collective const&, Beside const&, void*) { refuse()
 void Collectives::precede(void*) { refuse(); }
 bool Collectives::operator()(Meeting const&, void*) { refuse(); }
 bool Collectives::operator()(StreamedSum const&, void*) { refuse(); }
+bool Collectives::operator()(GatheredMatmul const&, void*) { refuse(); }
 void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
 
 struct RowDispatcher::Impl {};

@@ -94,6 +94,11 @@ struct ExchangeArgs {
   char const* own_signals[CollectiveLayout::kSlots]{};
   int32_t packet_stretch_bytes = 0;
   WaitLimit limit{};
+
+  // Whether the kernel behind a gather by packets may start its CTAs when all of this one's have
+  // started: a streaming kernel, which reads its weight until this one has ended. No CTA of this
+  // one is kept from running, since all do; what the peers run is on their GPUs.
+  bool lets_next_start = false;
 };
 
 /// What an all-reduce takes whose sum gets a residual and a norm, row by row. Then `in` and `out`

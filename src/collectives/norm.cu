@@ -8,12 +8,13 @@
 // Which thread squares what depends on the length of a row alone, and partial sums are added in one
 // order: all ranks get the same bits, in one step and in two.
 #include "collectives/packet_exchange.hpp"
+#include "collectives/row_norm.hpp"
 
 namespace agmm {
 
 namespace {
 
-constexpr int kWarpThreads = 32;
+constexpr int kWarpThreads = cutlass::NumThreadsPerWarp;
 
 template <class Element_, ExchangeStep kStep, int kMost>
 struct NormedPackets : Packets<Element_, kStep, kMost> {
@@ -126,11 +127,7 @@ struct NormedPackets : Packets<Element_, kStep, kMost> {
       store_row(args.out, row, g, result);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Packet::kWords; ++i) kept[g * Packet::kWords + i] = result.words[i];
-      Sum const values = Base::floats(result);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kElements; ++i) {  // those past the end of a row are 0
-        squares += values[i] * values[i];
-      }
+      squares += sum_of_squares(Base::floats(result));  // those past the end of a row are 0
     }
     return squares;
   }
@@ -143,8 +140,7 @@ struct NormedPackets : Packets<Element_, kStep, kMost> {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Packet::kWords; ++i) own.words[i] = kept[g * Packet::kWords + i];
       Sum values = Base::floats(own);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kElements; ++i) values[i] = values[i] * scale * weight[i];
+      apply_norm(values, scale, weight);
       store_row(norm.normed, row, g, Base::rounded(values));
     }
   }
@@ -155,17 +151,13 @@ struct NormedPackets : Packets<Element_, kStep, kMost> {
     int turn = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t row = blockIdx.x; row < norm.rows; row += gridDim.x) {
-      float squares = reduce_row(row);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = kWarpThreads / 2; i > 0; i /= 2) {
-        squares += __shfl_xor_sync(0xffffffffu, squares, i);
-      }
+      float const squares = sum_of_warp(reduce_row(row));
       if (threadIdx.x % kWarpThreads == 0) partial[turn][threadIdx.x / kWarpThreads] = squares;
       __syncthreads();
       float sum = 0;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < int(blockDim.x) / kWarpThreads; ++i) sum += partial[turn][i];
-      norm_row(row, rsqrtf(sum / float(norm.row_elements) + norm.eps));
+      norm_row(row, norm_scale(sum, norm.row_elements, norm.eps));
       turn = 1 - turn;
     }
   }

@@ -9,6 +9,9 @@ template <class Element, ExchangeStep kStep, int kMost>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     packets_kernel(__grid_constant__ ExchangeArgs const args) {
   Packets<Element, kStep, kMost> exchange(args);
+  if constexpr (is_gather(kStep)) {
+    if (args.lets_next_start) let_next_kernel_start();
+  }
   exchange.send();
   pass_turn(args, exchange.slot);
   stress_delay(args.rank);

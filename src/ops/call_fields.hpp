@@ -29,9 +29,11 @@ AGMM_FIELDS(SecondTensor, in, out, out_stride, first, whole, elements);
 AGMM_FIELDS(ExchangeArgs, rank, world_size, in, out, in_stride, out_stride, segment, groups, end,
             whole, elements, scale, tag, second, slots, slot_bytes, stretch_bytes, thread_groups,
             blocks, signals, signal_slot_bytes, turns, own_packets, own_signals,
-            packet_stretch_bytes, limit);
-AGMM_FIELDS(StreamedExchange, args, residual, is_shared);
-AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead);
+            packet_stretch_bytes, limit, lets_next_start);
+AGMM_FIELDS(StreamedNormArgs, weight, normed, eps, scales, scale_columns, scales_of_row, counters);
+AGMM_FIELDS(StreamedExchange, args, residual, is_shared, is_scattered, owned_rows, norm);
+AGMM_FIELDS(CallSpec, matmul, release, push, exchange, report_place, starts_early, weight_is_ahead,
+            is_behind_gather);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
 AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
             scale_columns);

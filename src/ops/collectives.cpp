@@ -9,6 +9,7 @@
 
 #include "collectives/exchange.hpp"
 #include "gemm/kernel_facts.hpp"
+#include "ops/launching.hpp"
 #include "ops/prepare.hpp"
 #include "ops/refuse.hpp"
 #include "order/streaming.hpp"
@@ -249,6 +250,7 @@ struct Collectives::Impl {
         bases(std::move(bases_)),
         layout(slot_bytes, static_cast<int>(bases.size())),
         sm_count(small_kernels_device().sm_count - reserved_sms),
+        reserves_sms(reserved_sms > 0),
         ordered(small_kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
@@ -261,10 +263,23 @@ struct Collectives::Impl {
   }
   /// `chunks_per_rank` is that of report_place().
   ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
-  void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
-               cudaStream_t stream) const;
+  void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank, cudaStream_t stream,
+               bool lets_next_start = false) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
   void enqueue(Collective const& call, Beside const& beside, cudaStream_t stream) const;
+  /// The rows of a sum that each rank makes; 0 where it makes all of them, or some packets.
+  int32_t owned_rows(StreamedSum const& call) const {
+    bool const is_shared = call.method == CollectiveMethod::TwoShot && call.norm.weight != nullptr;
+    bool const are_owned = is_shared || call.op == CollectiveOp::ReduceScatter;
+    return are_owned ? ceil_div(call.matmul.problem.m, world_size()) : 0;
+  }
+  /// The most packets that a rank sends to another in a step.
+  int64_t sent_packets(StreamedSum const& call) const {
+    Problem const& problem = call.matmul.problem;
+    int32_t const owned = owned_rows(call);
+    int const owners = owned == 0 && call.method == CollectiveMethod::TwoShot ? world_size() : 1;
+    return streamed_packets(owned != 0 ? owned : problem.m, problem.n, owners);
+  }
   PreparedMatmul prepared(StreamedSum const& call, uint32_t tag) const;
   void check(StreamedSum const& call) const;
   void check_relays(CollectiveMethod method) const {
@@ -280,6 +295,7 @@ struct Collectives::Impl {
   std::vector<uintptr_t> bases;
   CollectiveLayout layout;
   int sm_count;  // multiprocessors for this workspace's kernels
+  bool reserves_sms;
   OrderedCalls ordered;
   std::set<uint32_t> noted;  // tags
   RelayArgs relays;
@@ -318,7 +334,7 @@ ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag,
 }
 
 void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
-                                cudaStream_t stream) const {
+                                cudaStream_t stream, bool lets_next_start) const {
   Carrier const carrier = carrier_of(call.method);
   ExchangeStep const step = step_of(call);
   int64_t const element_bytes = bytes_of(call.element);
@@ -332,6 +348,7 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
 
   ExchangeArgs args = args_of(call, tag, chunks_per_rank);
   for (int64_t begin = 0; begin < call.count; begin += most) {
+    args.lets_next_start = lets_next_start && begin + most >= call.count;
     int64_t const count = std::min(most, call.count - begin);
     args.in = static_cast<char const*>(call.in) + begin * element_bytes;
     args.out = static_cast<char*>(call.out) + begin * element_bytes;
@@ -446,16 +463,34 @@ void Collectives::Impl::check(StreamedSum const& call) const {
   if (problem.epilogue != Epilogue::Bias || call.matmul.arrival.signals != nullptr) {
     refuse("problem", problem.str(), "a product of rows that are there, without an activation");
   }
+  bool const is_scatter = call.op == CollectiveOp::ReduceScatter;
   bool const is_shared = call.method == CollectiveMethod::TwoShot;
-  if (!is_shared && call.method != CollectiveMethod::OneShot) {
-    refuse("method", name(call.method), "one-shot or two-shot");
+  if (call.op != CollectiveOp::AllReduce && !is_scatter) {
+    refuse("op", name(call.op), "all_reduce or reduce_scatter");
   }
-  int64_t const packets = streamed_packets(problem.m, problem.n, is_shared ? world_size() : 1);
+  if (is_shared ? is_scatter : call.method != CollectiveMethod::OneShot) {
+    refuse("method", name(call.method), is_scatter ? "one-shot" : "one-shot or two-shot");
+  }
+  if (is_scatter && problem.m % world_size() != 0) {
+    refuse("A", "M=" + std::to_string(problem.m),
+           "a multiple of " + std::to_string(world_size()) + " ranks");
+  }
+  int64_t const packets = sent_packets(call);
   int64_t const most = static_cast<int64_t>(layout.groups(Carrier::Packets));
   if (packets > most) {
     refuse("A",
            "M=" + std::to_string(problem.m) + ", a sum of " + std::to_string(packets) + " packets",
            "at most " + std::to_string(most));
+  }
+  if (call.norm.weight != nullptr) {
+    if (is_scatter) refuse("op", name(call.op) + " with a norm", "all_reduce");
+    if (call.is_average) refuse("is_average", "true with a norm", "false");
+    if (problem.n > kMaxStreamedNormColumns) {
+      refuse("B", "N=" + std::to_string(problem.n) + " with a norm",
+             "at most " + std::to_string(kMaxStreamedNormColumns));
+    }
+    require_aligned("weight", call.norm.weight);
+    require_aligned("normed", call.norm.normed);
   }
   if (reinterpret_cast<uintptr_t>(call.residual) % sizeof(uint32_t) != 0) {
     refuse("residual", "an address that is no multiple of 4 bytes", "one that is");
@@ -468,9 +503,25 @@ PreparedMatmul Collectives::Impl::prepared(StreamedSum const& call, uint32_t tag
   CallSpec spec = call_of(call.matmul);
   spec.matmul.rank = rank;
   spec.matmul.sm_count = sm_count;
-  spec.exchange.args = args_of(sum, tag, 1);
-  spec.exchange.residual = call.residual;
-  spec.exchange.is_shared = call.method == CollectiveMethod::TwoShot;
+  sum.is_average = call.is_average;
+  StreamedExchange& exchange = spec.exchange;
+  exchange.args = args_of(sum, tag, 1);
+  exchange.residual = call.residual;
+  exchange.is_shared = call.method == CollectiveMethod::TwoShot;
+  exchange.is_scattered = call.op == CollectiveOp::ReduceScatter;
+  exchange.owned_rows = owned_rows(call);
+  if (call.norm.weight != nullptr) {
+    char* const own = reinterpret_cast<char*>(bases[std::size_t(rank)]);
+    int32_t const n = call.matmul.problem.n;
+    StreamedNormArgs& norm = exchange.norm;
+    norm.weight = call.norm.weight;
+    norm.normed = call.norm.normed;
+    norm.eps = call.norm.eps;
+    norm.scales = call.norm.scales;
+    norm.scale_columns = call.norm.of_blocks ? kScaleBlock : n;
+    norm.scales_of_row = ceil_div(n, norm.scale_columns);
+    norm.counters = reinterpret_cast<uint32_t*>(own + layout.counters());
+  }
   return prepare(spec);
 }
 
@@ -547,13 +598,53 @@ bool Collectives::operator()(StreamedSum const& call, void* stream) {
     // each rank's own.
     std::string const sizes = std::to_string(problem.m) + "x" + std::to_string(problem.n) + "x" +
                               std::to_string(problem.k) + " " + to_string(problem.dtype);
-    std::string const words = name(call.method) + " streamed sum of " + sizes + " by " +
-                              config.shape.str() + " with " + std::to_string(config.splits) +
-                              " splits on " + std::to_string(impl_->sm_count) + " multiprocessors";
-    uint32_t const tag = call_tag(problem.m, problem.n, words, false);
+    std::string const kind = call.op == CollectiveOp::ReduceScatter ? " streamed scatter of "
+                             : call.norm.weight != nullptr          ? " streamed, normed sum of "
+                                                                    : " streamed sum of ";
+    std::string const words = name(call.method) + kind + sizes + " by " + config.shape.str() +
+                              " with " + std::to_string(config.splits) + " splits on " +
+                              std::to_string(impl_->sm_count) + " multiprocessors";
+    uint32_t const tag = call_tag(problem.m, problem.n, words, call.is_average);
     PreparedMatmul const prepared = impl_->prepared(call, tag);
     impl_->note(tag, words);
     return [prepared](cudaStream_t on) { prepared.launch(on); };
+  });
+}
+
+bool Collectives::operator()(GatheredMatmul const& given, void* stream) {
+  Collective const call = as_moved(given.gather);
+  return impl_->ordered.make(stream, [&] {
+    check(given.gather);
+    impl_->check_relays(call.method);
+    if (call.op != CollectiveOp::AllGather) refuse("op", name(call.op), "all_gather");
+    if (!is_streaming(given.matmul.config.shape)) {
+      refuse("config", given.matmul.config.shape.str(), "a streaming kernel");
+    }
+    if (given.matmul.operands.a != given.gather.out || given.matmul.arrival.signals != nullptr) {
+      refuse("A", "a product of other rows", "that of the gathered ones");
+    }
+    Problem const& problem = given.matmul.problem;
+    int64_t const gathered = call.count * bytes_of(call.element) * impl_->world_size();
+    int64_t const wanted = int64_t(problem.m) * problem.k * element_bytes(problem.dtype);
+    bool const has_local_rows = given.matmul.operands.local_end > given.matmul.operands.local_begin;
+    if (gathered != wanted || gathered == 0 || has_local_rows) {
+      refuse("gather", std::to_string(gathered) + " bytes of all ranks",
+             "all " + std::to_string(wanted) + " of A");
+    }
+    // No other rank need multiply alike, so the tag is that of any such gather.
+    uint32_t const tag = impl_->tag_of(call);
+    impl_->note(tag, described(call));
+    CallSpec spec = call_of(given.matmul);
+    spec.matmul.rank = impl_->rank;
+    spec.matmul.sm_count = impl_->sm_count;
+    // Together the two kernels would have CTAs on multiprocessors that are left free for others.
+    bool const is_beside = !impl_->reserves_sms;
+    spec.is_behind_gather = is_beside;
+    PreparedMatmul const prepared = prepare(spec);
+    return [&, tag, prepared, is_beside](cudaStream_t on) {
+      impl_->enqueue(call, tag, 1, on, is_beside);
+      prepared.launch(on);
+    };
   });
 }
 

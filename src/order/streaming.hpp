@@ -22,6 +22,12 @@ constexpr int32_t kUnitPackets = 11;
 AGMM_HOST_DEVICE constexpr int64_t streamed_packets(int64_t m, int32_t n, int owners) {
   return (m * ceil_div(n, kStreamedColumns) * kUnitPackets + owners - 1) / owners;
 }
+/// The most columns of a row that a streaming kernel norms: it holds the row's packets and as many
+/// of the norm's weight in its ring of B's stages, whose smallest one has 96 KiB.
+constexpr int32_t kMaxStreamedNormColumns = 23 << 10;
+constexpr int32_t streamed_norm_bytes(int32_t n) {
+  return 2 * ceil_div(n, kStreamedColumns) * kUnitPackets * 12;
+}
 /// The largest cluster of CTAs that every Hopper runs.
 constexpr int32_t kMaxStreamingCluster = 8;
 

@@ -28,6 +28,8 @@ constexpr int kLeastBlockGroups = kExchangeThreads;
 /// CTAs of a launch, at most.
 constexpr int kMaxExchangeCtas = 256;
 constexpr int kMaxExchangeRanks = 8;
+/// What a kernel that norms rows counts its CTAs and claims by (gemm/sm90/streamed_norm.hpp).
+constexpr int kNormCounters = 3;
 
 /// Offsets in bytes, a function of two numbers, so that every rank computes the same. First the
 /// blocks of both slots, then their packets, then words.
@@ -85,7 +87,9 @@ class CollectiveLayout {
   }
   /// The slot of the next call, for each CTA.
   std::size_t turns() const { return round_down(signals(kSlots) + kAlignment - 1); }
-  std::size_t bytes() const { return turns() + kMaxExchangeCtas * sizeof(uint32_t); }
+  /// They are this rank's, as the turns are, and are kept between calls.
+  std::size_t counters() const { return turns() + kMaxExchangeCtas * sizeof(uint32_t); }
+  std::size_t bytes() const { return counters() + kNormCounters * sizeof(uint32_t); }
 
   /// All words are 0 before the first call.
   std::vector<std::size_t> credit_words() const { return {}; }

@@ -87,6 +87,15 @@ CUTLASS_DEVICE void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+/// Lets the kernel behind this one in the stream start its CTAs, where it may be launched
+/// programmatically, once all CTAs of this one have called it or ended. Older GPUs have no such
+/// launches.
+CUTLASS_DEVICE void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /// Stands between the acquire of a signal and TMA loads of what it announced.
 CUTLASS_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");

@@ -19,7 +19,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.problems import KernelConfig
-from agmm.planning.transports import parse
+from agmm.planning.transport_names import parse
 from agmm.runtime import collectives
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace

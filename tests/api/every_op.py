@@ -203,7 +203,7 @@ def _gathers(make: _Maker) -> Iterator[Call]:
 
     yield Call(one, operands(), dim, flops, True)
     yield Call(one, operands(), dim | {"return_A": True, "save_gathered": True}, flops, True)
-    for config in ("unfused", "portable"):
+    for config in ("unfused", "portable", "streamed"):
         yield Call(one, operands(), dim | {"return_A": True, "config": config}, flops, True)
     both = of_two(B="B", bias="bias")
     yield Call(one, both, dim | {"return_A": True}, 3 * flops, True)
@@ -247,8 +247,9 @@ def _scatters(make: _Maker) -> Iterator[Call]:
 
     yield Call(one, operands(bias=not sizes.is_last), dim, flops, True)
     yield Call(one, operands(bias=False), dim | {"reduce_op": "avg"}, flops, True)
-    by_copies = dim | {"config": "portable"}
-    yield Call(one, operands(bias=not sizes.is_last), by_copies, flops, True)
+    for config in ("portable", "streamed"):
+        named = dim | {"config": config}
+        yield Call(one, operands(bias=not sizes.is_last), named, flops, True)
     yield Call(one, of_two(A="A", B="B"), dim, 3 * flops, True)
     part = list(make.whole) if sizes.is_last else list(sizes.leading)
     added = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}

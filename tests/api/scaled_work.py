@@ -39,7 +39,7 @@ from agmm.ops.scatter import ScatterSettings
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.planning.plans import GATHERED
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import parse
+from agmm.planning.transport_names import parse
 from agmm.runtime import collectives, cpu, scaling, workspaces
 from agmm.runtime.scaled import Scaled, ScaledProducts, Weight
 from agmm.testing.reference import relative_error
@@ -447,6 +447,7 @@ class ByTheLibrary(NamedTuple):
 
     A: Scaled
     weight: Weight
+    config: Any = None
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -16,14 +17,20 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
-from agmm.ops import plain_all_reduce, scatter_plan, small_collectives
+from agmm.ops import (
+    behind_gather,
+    plain_all_reduce,
+    plain_gather,
+    scatter_plan,
+    small_collectives,
+)
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import GATHERED, Plan
 from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import SCATTER
-from agmm.runtime import backends, collectives, groups, identity, symmetric
+from agmm.runtime import backends, collectives, cuda_calls, groups, identity, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -75,6 +82,48 @@ def test_it_is_taken_where_it_is_planned(gathers: list[torch.Tensor]) -> None:
         assert agmm.all_gather_matmul(A, B, strict=True).shape == (4, 16)  # fused, of one rank
         assert agmm.all_gather_matmul(A, B, config="unfused").shape == (4, 16)
     assert len(gathers) == 3
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that calls on a GPU would multiply by, for which torch's matmul stands in."""
+    taken: list[Any] = []
+
+    def ready(a: torch.Tensor, b: torch.Tensor, signals: None, pivot: int, kernel: Any) -> Any:
+        assert a.shape[1] == 8 and signals is None
+        taken.append(kernel.config)
+        return lambda a, b, signals, bias: a @ b if bias is None else torch.addmm(bias, a, b)
+
+    monkeypatch.setattr(cuda_calls, "ready_matmul", ready)
+    monkeypatch.setattr(plain_gather, "plain_format", lambda *_: None)
+    return taken
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked for", "planned"])
+def test_agmms_kernel_multiplies_behind_the_gather(
+    gathers: list[torch.Tensor],
+    multiplied: list[Any],
+    is_asked: bool,
+) -> None:
+    """Each weight of a call with several has the fastest kernel by the model, unless one is named
+    for all."""
+    kernel = KernelConfig.parse("128x256x64_1x1_cooperative")
+    other = KernelConfig.parse("64x128x64_1x1_pingpong")
+    whole, bias = torch.cat([A, A]), B[0]
+    config = f"{kernel.name}/gather" if is_asked else None
+    instead = contextlib.nullcontext() if is_asked else planned(Plan("gather", kernel))
+    with instead:
+        for _ in range(2):
+            assert torch.equal(agmm.all_gather_matmul(A, B, config=config), whole @ B)
+        assert multiplied == [kernel.core]  # the call is kept
+        by_model = mock.Mock(fused_plan=lambda problem: Plan("push", other))
+        with mock.patch.object(behind_gather, "by_model", by_model):
+            found, outs = agmm.all_gather_matmul(
+                A, [B, B], config=config, return_A=True, bias=[None, bias]
+            )
+    assert torch.equal(found, whole) and torch.equal(outs[0], whole @ B)
+    assert torch.equal(outs[1], torch.addmm(bias, whole, B))
+    assert multiplied[1:] == [(kernel if is_asked else other).core] * 2 and len(gathers) == 3
 
 
 def test_where_a_choice_cannot_be_the_call_is_fused_this_time(

@@ -301,6 +301,10 @@ def over_relays(matrix: list[list[Link]]) -> list[str]:
     return [*faults, f"rank {rank}: no limit of what goes over relays"]
 
 
+_KERNEL = "128x128x64_1x1_pingpong"
+"""A kernel of every build."""
+
+
 def beside_a_matmul(world_size: int) -> list[str] | None:
     """The ops with a matmul of few rows: by a gather, and with a small all-reduce."""
     group = group_of(last_ranks(world_size))
@@ -315,7 +319,7 @@ def beside_a_matmul(world_size: int) -> list[str] | None:
     for rows in (1, 7, 16):
         every, B = whole(world_size * rows, 256, seed=rows), whole(256, 128, seed=50 + rank)
         shard = every.chunk(world_size)[rank]
-        for config in ("gather", None):
+        for config in ("gather", f"{_KERNEL}/gather", None):
             found = agmm.all_gather_matmul(shard, B, group, return_A=True, config=config)
             if not (torch.equal(found[0], every) and torch.equal(found[1], every @ B)):
                 faults.append(f"rank {rank}: {rows} rows by {config}")

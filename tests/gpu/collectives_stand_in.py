@@ -196,7 +196,7 @@ class StandIn:
         found = 0
         for memory in self.memory:
             flags = memory[first : first + packets].view(torch.int32).view(-1, 4)[:, 3]
-            signals = memory[first + packets :].view(torch.int32)[: -_core.MAX_COLLECTIVE_CTAS]
+            signals = memory[first + packets :].view(torch.int32)[: -_core.COLLECTIVE_KEPT_WORDS]
             found += int((flags != 0).sum()) + int((signals != 0).sum())
         return found
 
@@ -266,7 +266,7 @@ def _words(ranks: StandIn, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     words = ranks.memory[rank][first:].view(torch.int32)
     packets = _core.COLLECTIVE_PACKET_BYTES // 4  # of a slot
     flags = words[:packets].view(-1, 4)[:, 3]
-    return flags, words[2 * packets : words.numel() - _core.MAX_COLLECTIVE_CTAS]
+    return flags, words[2 * packets : words.numel() - _core.COLLECTIVE_KEPT_WORDS]
 
 
 def _tag(ranks: StandIn) -> int:

@@ -21,7 +21,8 @@ import torch
 from agmm import _core
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
-from agmm.planning.transports import FusedGather, parse
+from agmm.planning.transport_names import parse
+from agmm.planning.transports import FusedGather
 
 TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import early_start_work
@@ -19,10 +20,12 @@ from gpu_work import group_of, last_ranks
 import agmm
 from agmm import _core
 from agmm.ops import async_input_mm, invariant
+from agmm.ops.quantize import quantised
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import legal_splits
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_calls
+from agmm.runtime.scaling import BY_NAME
 
 KERNELS = [
     kernel
@@ -37,7 +40,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def _configs(n: int, k: int) -> list[KernelConfig]:
+def configs(n: int, k: int) -> list[KernelConfig]:
     """The build's kernels with the splits that calls have, and in one split."""
     found = []
     for kernel in KERNELS:
@@ -46,19 +49,55 @@ def _configs(n: int, k: int) -> list[KernelConfig]:
     return found
 
 
+KINDS = ("sum", "norm", "scatter", "average")
+"""What one kernel makes of the products: an all-reduce, one whose rows are normed too, or a
+reduce-scatter."""
+EPS = 1e-5
+FP8 = torch.float8_e4m3fn
+
+
+def is_norm_of(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows are the RMS norm of others, rounded once."""
+    exact = total.double() * (total.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return torch.allclose(normed.double(), exact * weight.double(), rtol=2**-7, atol=1e-6)
+
+
 class Operands:
     """The operands of all ranks, and what their sum is by its definition."""
 
     def __init__(
-        self, world_size: int, shape: tuple[int, int, int], config: KernelConfig, *, added: bool
+        self,
+        world_size: int,
+        shape: tuple[int, int, int],
+        config: KernelConfig,
+        *,
+        added: bool,
+        kind: str = "sum",
     ) -> None:
         m, n, k = shape
+        self.kind = kind
+        self.is_scatter = kind in ("scatter", "average")
+        m *= world_size if self.is_scatter else 1
         self.As = [randn(m, k) for _ in range(world_size)]
         self.Bs = [randn(n, k).t() for _ in range(world_size)]
         self.bias = randn(n) if added else None
         self.residual = randn(m, n) if added else None
-        self.outs = [torch.full((m, n), torch.nan).to(self.As[0]) for _ in range(world_size)]
+        self.weight = randn(n) if kind == "norm" else None
+        size = m // world_size if self.is_scatter else m, n
+        self.outs = [torch.full(size, torch.nan).to(self.As[0]) for _ in range(world_size)]
+        self.normed = [torch.full_like(out, torch.nan) for out in self.outs]
         self.wanted = self.sum_of(self.As, config)
+        if self.weight is not None:
+            total = self.wanted.float()
+            scale = (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
+            self.near = (total * scale * self.weight.float()).bfloat16()
+            self.quantized = {
+                kind: [
+                    (torch.zeros_like(one, dtype=FP8), randn(m, count, dtype=torch.float32))
+                    for one in self.normed
+                ]
+                for kind, count in (("rowwise", 1), ("block", -(-n // 128)))
+            }
 
     def sum_of(self, As: list[torch.Tensor], config: KernelConfig) -> torch.Tensor:
         """The sum by its definition, where the ranks have these rows."""
@@ -67,55 +106,103 @@ class Operands:
             for A, B in zip(As, self.Bs, strict=True)
         ]
         total = products[0].float()
-        for product in products[1:]:
-            total = total + product.float()
+        for other in products[1:]:
+            total = total + other.float()
+        if self.kind == "average":
+            total = total * (1.0 / len(As))
         for more in (self.bias, self.residual):
             total = total if more is None else total + more.float()
         return total.bfloat16()
 
     def enqueue(
-        self, ranks: StandIn, rank: int, config: KernelConfig, method: _core.CollectiveMethod
+        self,
+        ranks: StandIn,
+        rank: int,
+        config: KernelConfig,
+        method: _core.CollectiveMethod,
+        quantize_out: str | None = None,
     ) -> None:
-        A, B = self.As[rank], self.Bs[rank]
+        A, B, residual = self.As[rank], self.Bs[rank], self.residual
         kernel = cuda_calls.Kernel(config.core, cuda_calls.plain_format("A", A))
         problem = cuda_calls.ready_matmul(A, B, None, 0, kernel).problem
-        given = A, B, self.bias, self.residual, self.outs[rank]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
-        core = ranks.cores[rank]
-        stream = ranks.streams[rank].cuda_stream
-        core.streamed_all_reduce(method, problem, addresses, stream)
+        core, stream = ranks.cores[rank], ranks.streams[rank].cuda_stream
+        if self.is_scatter and residual is not None:
+            residual = residual.chunk(len(self.As))[rank]
+        given = [A, B, self.bias, residual, self.outs[rank]]
+        if self.is_scatter:
+            is_average = self.kind == "average"
+            core.streamed_reduce_scatter(problem, _addresses(given), is_average, stream)
+            return
+        normed, scales = None if self.weight is None else self.normed[rank], None
+        if quantize_out is not None:
+            normed, scales = self.quantized[quantize_out][rank]
+        given += [self.weight, normed, scales]
+        of_blocks = quantize_out == "block"
+        core.streamed_all_reduce(method, problem, _addresses(given), stream, EPS, of_blocks)
+
+    def wrong(self, rank: int) -> torch.Tensor:
+        """How many elements of a rank's results are wrong. Sums are right to the bit, and norms
+        are the same bits on all ranks."""
+        wanted = self.wanted.chunk(len(self.As))[rank] if self.is_scatter else self.wanted
+        found = (self.outs[rank] != wanted).sum()
+        if self.weight is None:
+            return found
+        # An element of bf16 has 8 bits: the float32 in which it is computed may round to the next.
+        near = torch.isclose(self.normed[rank], self.near, rtol=2**-7, atol=1e-6)
+        return found + (~near).sum() + (self.normed[rank] != self.normed[0]).sum()
+
+    def wrong_quantized(self, kind: str, rank: int) -> int:
+        """How many values and scales differ from those of the norm, whose bits are the same in
+        every call."""
+        values, scales = self.quantized[kind][rank]
+        wanted = quantised(self.normed[rank], BY_NAME[kind].a)
+        different = values.view(torch.uint8) != wanted[0].view(torch.uint8)
+        return int(different.sum() + (scales != wanted[1]).sum())
 
 
-def wrong_on_one_gpu(world_size: int, turns: int) -> list[str]:
-    """Faults of calls of every kernel, each turn with new data; sums are right to the bit."""
+def _addresses(tensors: list[torch.Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def wrong_on_one_gpu(world_size: int, kinds: tuple[str, ...] = KINDS) -> list[str]:
+    """Faults of calls of every kernel and kind, with and without what is added."""
     ranks, faults = StandIn(world_size), []
     for shape in SHAPES:
-        for config in _configs(*shape[1:]):
-            for turn in range(turns):
-                operands = Operands(world_size, shape, config, added=turn % 2 == 1)
+        for config in configs(*shape[1:]):
+            for kind, added, method in product(kinds, (False, True), METHODS[:2]):
+                operands = Operands(world_size, shape, config, added=added, kind=kind)
                 torch.cuda.synchronize()
-                method = METHODS[:2][turn // 2 % 2]
                 for rank in range(world_size):
                     operands.enqueue(ranks, rank, config, method)
                 torch.cuda.synchronize()
+                wrong = [int(operands.wrong(rank)) for rank in range(world_size)]
+                for scales in ("rowwise", "block") if kind == "norm" else ():
+                    for rank in range(world_size):
+                        operands.enqueue(ranks, rank, config, method, scales)
+                    torch.cuda.synchronize()
+                    wrong = [
+                        count + operands.wrong_quantized(scales, rank)
+                        for rank, count in enumerate(wrong)
+                    ]
                 faults += [
-                    f"{shape} by {config.name}, {method}, turn {turn}, rank {rank}: "
-                    f"{int((out != operands.wanted).sum())} elements"
-                    for rank, out in enumerate(operands.outs)
-                    if not torch.equal(out, operands.wanted)
+                    f"{kind} of {shape} by {config.name}, {method}, {added}, rank {rank}: {count}"
+                    for rank, count in enumerate(wrong)
+                    if count
                 ]
     left = ranks.unclean_words()
     return [*faults, *([f"{left} words left behind"] if left else [])]
 
 
-def wrong_by_late_ranks(world_size: int, calls: int, seed: int) -> list[str]:
+def wrong_by_late_ranks(
+    world_size: int, calls: int, seed: int, kinds: tuple[str, ...] = KINDS
+) -> list[str]:
     """Faults of calls in turn, before each of which some ranks are late, on one GPU."""
     ranks, draw = StandIn(world_size), random.Random(seed)
     shapes = [shape for shape in SHAPES if shape[0] < 8]
     sets = []
-    for shape in shapes:
-        config = replace(KERNELS[0], splits=_configs(*shape[1:])[0].splits)
-        sets.append((Operands(world_size, shape, config, added=True), config))
+    for shape, kind in product(shapes, kinds):
+        config = replace(KERNELS[0], splits=configs(*shape[1:])[0].splits)
+        sets.append((Operands(world_size, shape, config, added=True, kind=kind), config))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(calls):
         (operands, config), method = draw.choice(sets), draw.choice(METHODS[:2])
@@ -123,12 +210,13 @@ def wrong_by_late_ranks(world_size: int, calls: int, seed: int) -> list[str]:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 operands.outs[rank].fill_(torch.nan)
+                operands.normed[rank].fill_(torch.nan)
                 if draw.random() < 0.3:
                     torch.cuda._sleep(draw.randrange(1, 200_000))
             operands.enqueue(ranks, rank, config, method)
         ranks.wait()
-        for out in operands.outs:
-            wrong += (out != operands.wanted).sum()
+        for rank in range(world_size):
+            wrong += operands.wrong(rank)
     found = int(wrong)
     return [f"{found} elements"] if found else []
 
@@ -137,7 +225,7 @@ def behind_a_late_kernel(captured: bool) -> None:
     """Raises AssertionError where a sum reads A before the kernel ahead, which lets it start at
     once and is late, has written it: in a process that has AGMM_EARLY_START=weights."""
     late_copy, ranks, shape = early_start_work.late_copier(), StandIn(2), (2, 264, 1032)
-    config = _configs(*shape[1:])[0]
+    config = configs(*shape[1:])[0]
     operands = Operands(2, shape, config, added=True)
     calls: list[Callable[[], Any]] = []
     sources = [A.clone() for A in operands.As]
@@ -192,8 +280,8 @@ def _wanted(As: Any, Bs: Any, bias: torch.Tensor, residual: torch.Tensor) -> tor
     total: Any = None
     for A, B in zip(As, Bs, strict=True):
         kernel = invariant.kernel_of(A, B)
-        product = async_input_mm.on_cuda(A, B, None, 0, config=kernel).float()
-        total = product if total is None else total + product
+        part = async_input_mm.on_cuda(A, B, None, 0, config=kernel).float()
+        total = part if total is None else total + part
     found: torch.Tensor = (total + bias.float() + residual.float()).bfloat16()
     return found
 
@@ -233,13 +321,23 @@ def values(world_size: int) -> list[str] | None:
             if not torch.equal(call(), scaled):
                 faults.append(f"{label}, between replays")
         normed, total = agmm.matmul_all_reduce_rms_norm(
-            *(A, B, residual, bias.abs(), 1e-5, group), bias=bias, config="streamed", strict=True
+            *(A, B, residual, bias.abs(), EPS, group), bias=bias, config="streamed", strict=True
         )
-        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         if not torch.equal(total, scaled):
-            faults.append(f"{label}: the sum behind which a norm comes")
-        if not torch.allclose(normed.double(), exact * bias.abs().double(), rtol=2**-6, atol=1e-6):
+            faults.append(f"{label}: the sum that is normed")
+        if not is_norm_of(normed, total, bias.abs()):
             faults.append(f"{label}: the norm")
+        for kind in ("rowwise", "block"):
+            found, _ = agmm.matmul_all_reduce_rms_norm(
+                *(A, B, residual, bias.abs(), EPS, group),
+                bias=bias,
+                config="streamed",
+                strict=True,
+                quantize_out=kind,
+            )
+            pairs = zip(found, quantised(normed, BY_NAME[kind].a), strict=True)
+            if not all(torch.equal(a.float(), b.float()) for a, b in pairs):
+                faults.append(f"{label}: the norm in fp8, {kind}")
         del graph
     return faults
 

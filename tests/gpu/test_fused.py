@@ -18,7 +18,8 @@ import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
 from agmm.planning.shapes import LocalShape
-from agmm.planning.transports import SmPush, parse
+from agmm.planning.transport_names import parse
+from agmm.planning.transports import SmPush
 from agmm.testing.cases import UGLY_SHAPES, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 

@@ -26,7 +26,7 @@ def check(results: list[list[str] | None], world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
-    assert streamed_sum_work.wrong_on_one_gpu(world_size, 4) == []
+    assert streamed_sum_work.wrong_on_one_gpu(world_size) == []
 
 
 def test_late_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_bands_read_b_from_where_it_was_cheap(
 
 def test_few_rows_are_not_fused_and_many_are() -> None:
     few, many = (Problem(m, 5120, 8192, world_size=2) for m in (24, 8192))  # few: 51 and 43 us
-    assert planner_of(KERNELS).plan(few).kernel is None
+    assert planner_of(KERNELS).plan(few).gathers_first
     assert planner_of(KERNELS).plan(many) != UNFUSED
 
 

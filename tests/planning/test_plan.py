@@ -18,7 +18,7 @@ from agmm.planning.planner import Planner
 from agmm.planning.plans import GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import CPU, DEFAULT_GPU, KernelConfig, Problem
-from agmm.planning.transports import PULL, PUSH, SmPush
+from agmm.planning.transports import GATHER, PULL, PUSH, SmPush
 from agmm.planning.tuned_rows import Rows
 
 KERNELS = tuple(k for k in cost_model.default_kernels() if not k.is_streaming)
@@ -215,6 +215,7 @@ def test_parse_config() -> None:
     assert plans.parse_config("") == (None, None)
     assert plans.parse_config(config.name) == (config, None)
     assert plans.parse_config(f"{config.name}/pull") == (config, PULL)
+    assert plans.parse_config(f"{config.name}/gather") == (config, GATHER)
     assert plans.parse_config(f"{config.name}/sm16x128+1") == (config, SmPush(16, 128, 1))
     assert plans.parse_config(f"{config.kernel}/push") == (
         KernelConfig.parse(config.kernel),
@@ -226,7 +227,7 @@ def test_parse_config() -> None:
         "fast",
         "3",
         "fast/pull",
-        f"{config.name}/gather",
+        f"{config.name}/unfused",
         f"{config.name}/teleport",
         "/pull",
         "pull",
@@ -496,9 +497,8 @@ def test_swapped_kernels_are_not_chosen_behind_a_small_gather(m: int) -> None:
     problem = Problem(m, 4608, 7168, world_size=2)
     found = planner().choose(problem, fused=True).plan.kernel
     assert found is not None and not found.swapped
-    assert not any(
-        plan.kernel and plan.kernel.swapped for plan, _ in planner().alternatives(problem)
-    )
+    fused = [plan for plan, _ in planner().alternatives(problem) if not plan.gathers_first]
+    assert not any(plan.kernel and plan.kernel.swapped for plan in fused)
 
 
 @pytest.mark.parametrize("b_layout", ["column", "row"])

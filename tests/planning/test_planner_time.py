@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 import tracemalloc
@@ -16,10 +17,12 @@ from agmm.planning import heuristics, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
-from agmm.planning.plans import GATHERED, UNFUSED, Plan, Row
+from agmm.planning.plans import Plan, Row
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import CPU, KernelConfig, Problem
-from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports, parse
+from agmm.planning.search import Search
+from agmm.planning.transport_names import parse
+from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports
 from agmm.planning.tuned_rows import GatherRow, Rows
 
 GPU = "nvidia-h200"
@@ -55,11 +58,12 @@ def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
     kernels = random.Random(seed).sample(KERNELS, len(KERNELS) - 2 * seed)
     planner = planner_of(kernels)
     for problem in random_problems(300, seed):
-        of_all = [pair for pair in planner.alternatives(problem) if pair[0].kernel is not None]
+        of_all = [pair for pair in planner.alternatives(problem) if not pair[0].gathers_first]
         found = planner.choose(problem, fused=True)
         assert (found.plan, found.predicted_us) == of_all[0], problem
         # The choice that shares its work, and the remembered one.
-        assert planner.choose(problem).plan in (found.plan, UNFUSED, GATHERED)
+        plan = planner.choose(problem).plan
+        assert plan == found.plan or plan.gathers_first
         assert planner.fused_plan(problem) == found.plan
         assert planner.plan(problem) == planner.choose(problem).plan
 
@@ -151,3 +155,17 @@ def test_what_a_planner_remembers_is_bounded() -> None:
         assert plan_many(10_000) < 1.05 * once
     finally:
         tracemalloc.stop()
+
+
+def test_more_rows_take_no_less_alone() -> None:
+    """By which the planner leaves kernels behind a gather out: the fastest of all for more rows."""
+    draw = random.Random(7)
+    for _ in range(12):
+        columns, k = 8 * draw.randint(16, 1200), 8 * draw.randint(16, 1200)
+        problem = Problem(8, columns, k, gpu=GPU, sm_count=132)
+        search = Search(problem, KERNELS)
+        rows = sorted(draw.randint(1, 3000) for _ in range(40))
+        found = [search.fastest(At(replace(problem, m=m))) for m in rows]
+        times = [one[1] for one in found if one is not None]
+        assert len(times) == len(rows)
+        assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times)), (columns, k)

@@ -19,6 +19,7 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
+from agmm.planning.transport_names import Unknown, parse
 from agmm.planning.transports import (
     ADDRESSABLE_PEERS,
     BACKEND,
@@ -28,17 +29,19 @@ from agmm.planning.transports import (
     PULL,
     PUSH,
     SCATTER,
+    STREAMED,
     TORCH,
     FusedGather,
     SmPush,
     Transport,
-    Unknown,
     copy_transports,
-    parse,
 )
 
 SM_PUSHES = (SmPush(16, 128), SmPush(8, 256, 1), SmPush(64, 96, 0, 4))
-KNOWN: tuple[Transport, ...] = (PUSH, PULL, *SM_PUSHES, GATHER, BACKEND, TORCH, LAGGED, SCATTER)
+KNOWN: tuple[Transport, ...] = (
+    *(PUSH, PULL, *SM_PUSHES, GATHER, BACKEND, TORCH, LAGGED, SCATTER),
+    STREAMED,
+)
 KERNEL = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle2/along_m")
 FP8 = "float8_e4m3fn_float8_e4m3fn fast"
 PROBLEM = Problem(4096, 3584, 8192, world_size=4)
@@ -48,7 +51,7 @@ OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)
 def test_names_are_parsed_back() -> None:
     assert [one.name for one in KNOWN] == [
         *("push", "pull", "sm16x128", "sm8x256+1", "sm64x96h4"),
-        *("gather", "unfused", "torch", "lagged", "scatter"),
+        *("gather", "unfused", "torch", "lagged", "scatter", "streamed"),
     ]
     for one in (*KNOWN, Unknown("teleport"), Unknown("")):
         assert parse(one.name) == one

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agmm.planning.cost_model import is_b_in_l2
+from agmm.planning.cost_model import behind_gather, is_b_in_l2
 from agmm.planning.heuristics import (
     across,
     all_reduce_plans,
+    chooses_streamed,
     chunkings,
     orders,
     scatter_plans,
     sm_pushes,
+    streamed_plan,
     usual_order,
     usual_plans,
 )
@@ -25,11 +27,14 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import SmPush, copy_transports
+from agmm.planning.transports import GATHER, SmPush, copy_transports
 
 PRUNE_FACTOR = 1.3
 """Kernels are left out that the cost model says take this many times as long as the best one."""
 KERNELS_IN_ALL_ORDERS = 2
+KERNELS_BEHIND_A_GATHER = 3
+"""How many kernels are tried behind agmm's gather: a choice, since the gather is a part of the
+time, and the model knows the matmul alone best."""
 
 
 def candidates(
@@ -39,9 +44,11 @@ def candidates(
     of_scatter: Sequence[KernelConfig] = (),
 ) -> list[Plan]:
     """The plans to check at first: each kernel that the cost model leaves, in its usual order, and
-    also across the chunks where it would read B anew for each; the unfused path; a gather by agmm's
-    kernel and torch's fused op where they are legal; and the plan in use. A matmul + all-reduce may
-    also have kernels of a matmul + reduce-scatter, ``of_scatter``."""
+    also across the chunks where it would read B anew for each; the unfused path; where they are
+    legal, torch's fused op, and a gather by agmm's kernel before the library's matmul or one of the
+    best few kernels; a streamed gather where the cost model chooses among such; and the plan in
+    use. A matmul + all-reduce may also have kernels of a matmul + reduce-scatter, ``of_scatter``.
+    """
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.op == MATMUL_ALL_REDUCE:
@@ -63,8 +70,28 @@ def candidates(
         fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
         plans = _without_slow_kernels(problem, fused)
         if why_illegal(problem, GATHERED, ()) is None:
-            plans.append(GATHERED)
+            plans += [GATHERED, *_behind_a_gather(problem, kernels)]
+        streamed = streamed_plan(problem, kernels) if chooses_streamed(problem) else None
+        if streamed is not None:
+            plans.append(streamed)
     return list(dict.fromkeys([old, *plans, UNFUSED]))
+
+
+def _behind_a_gather(problem: Problem, kernels: Sequence[KernelConfig]) -> list[Plan]:
+    """The plans of agmm's gather before the best kernels, each with the splits of K that serve it
+    best."""
+    multiplied = behind_gather(problem)
+    found: list[tuple[float, Plan]] = []
+    for kernel in kernels:
+        plans = [Plan(GATHER, plan.kernel) for plan in usual_plans(multiplied, kernel)]
+        timed = [
+            (predict_us(problem, plan) or 0.0, plan)
+            for plan in plans
+            if why_illegal(problem, plan, kernels) is None
+        ]
+        found += [min(timed, key=lambda pair: pair[0])] if timed else []
+    found.sort(key=lambda pair: pair[0])
+    return [plan for _, plan in found[:KERNELS_BEHIND_A_GATHER]]
 
 
 def _without_slow_kernels(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
@@ -77,7 +104,8 @@ def _without_slow_kernels(problem: Problem, plans: Sequence[Plan]) -> list[Plan]
 
 def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
     """The plans of the best kernels in all orders that are not among the plans yet."""
-    fused = sorted((p for p in medians if p.kernel is not None), key=lambda p: medians[p])
+    own = (p for p in medians if p.kernel is not None and not p.gathers_first)
+    fused = sorted(own, key=lambda p: medians[p])
     more = []
     for plan in fused[:KERNELS_IN_ALL_ORDERS]:
         assert plan.kernel is not None

@@ -75,7 +75,7 @@ def _agmm(config: str | None = None) -> Callable[[Workload], Callable[[], Result
 
 
 def _ways() -> dict[str, Way]:
-    planned, streamed, title = _agmm(), _agmm("streamed"), "agmm, sum in one kernel"
+    planned, streamed, title = _agmm(), _agmm("streamed"), "agmm, in one kernel"
     return by_name(
         Way(ROOF, "matmul alone (roof)", matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce, addition and norm", _unfused, on_cpu=True),

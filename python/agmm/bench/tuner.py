@@ -39,7 +39,7 @@ from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.op_plans import gather_kernels
 from agmm.planning.planner import Planner
-from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key, TableError
@@ -247,7 +247,7 @@ def tune_shape(
         try_plans(more, 0.6, 0.7)
     if not medians:
         return
-    if outcome.failures and all(plan in BY_LIBRARY for plan in medians):
+    if outcome.failures and all(plan.gathers_first for plan in medians):
         span.progress.say(f"{shape}: no row, since no fused plan could be measured")
         return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]

@@ -160,16 +160,19 @@ def _all_reduce_unfused(p: Workload) -> Callable[[], Result]:
 
 _PORTABLE = "portable"
 """The config of the ways that multiply by the library, beside copies."""
+_STREAMED = "streamed"
+"""The config of the ways of few rows that exchange packets beside a streaming kernel."""
 
 
-def _portable_ways(
+def _named_ways(
+    config: str,
     prepare: Callable[[Workload], Callable[[], Result]],
     prepare_with_A: Callable[[Workload], Callable[[], Result]] | None = None,
 ) -> tuple[Way, ...]:
-    """The ways on GPUs: on CPU ranks the path is that of the others."""
-    made = [(_PORTABLE, "agmm, portable", prepare)]
+    """The ways on GPUs that name a config: on CPU ranks the path is that of the others."""
+    made = [(config, f"agmm, {config}", prepare)]
     if prepare_with_A is not None:
-        made.append((f"{_PORTABLE}-A", "agmm, portable, returns A", prepare_with_A))
+        made.append((f"{config}-A", f"agmm, {config}, returns A", prepare_with_A))
     return tuple(
         way
         for name, title, one in made
@@ -206,12 +209,14 @@ def _gather_ways() -> dict[str, Way]:
         Way("agmm-graph", "agmm, graph", as_graph(_agmm(False)), is_agmm=True),
         Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-A-graph", "agmm, returns A, graph", as_graph(_agmm(True)), is_agmm=True),
-        *_portable_ways(_agmm(False, _PORTABLE), _agmm(True, _PORTABLE)),
+        *_named_ways(_PORTABLE, _agmm(False, _PORTABLE), _agmm(True, _PORTABLE)),
+        *_named_ways(_STREAMED, _agmm(False, _STREAMED)),
     )
 
 
 def _scatter_ways() -> dict[str, Way]:
-    planned, own = (_summed_by_agmm(agmm.matmul_reduce_scatter, s) for s in (False, True))
+    op = agmm.matmul_reduce_scatter
+    planned, own = (_summed_by_agmm(op, strict) for strict in (False, True))
     return by_name(
         Way(ROOF, _TITLE_OF_ROOF, matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
@@ -222,12 +227,14 @@ def _scatter_ways() -> dict[str, Way]:
         Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-fused-graph", "agmm, never unfused, graph", as_graph(own), is_agmm=True),
-        *_portable_ways(_summed_by_agmm(agmm.matmul_reduce_scatter, False, _PORTABLE)),
+        *_named_ways(_PORTABLE, _summed_by_agmm(op, False, _PORTABLE)),
+        *_named_ways(_STREAMED, _summed_by_agmm(op, False, _STREAMED)),
     )
 
 
 def _all_reduce_ways() -> dict[str, Way]:
-    planned, own = (_summed_by_agmm(agmm.matmul_all_reduce, s) for s in (False, True))
+    op = agmm.matmul_all_reduce
+    planned, own = (_summed_by_agmm(op, strict) for strict in (False, True))
     return by_name(
         Way(ROOF, _TITLE_OF_ROOF, matmul_roof, on_cpu=True),
         Way("unfused", "matmul, then all-reduce", _all_reduce_unfused, on_cpu=True),
@@ -235,7 +242,8 @@ def _all_reduce_ways() -> dict[str, Way]:
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
-        *_portable_ways(_summed_by_agmm(agmm.matmul_all_reduce, False, _PORTABLE)),
+        *_named_ways(_PORTABLE, _summed_by_agmm(op, False, _PORTABLE)),
+        *_named_ways(_STREAMED, _summed_by_agmm(op, False, _STREAMED)),
     )
 
 

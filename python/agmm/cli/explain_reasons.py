@@ -15,7 +15,7 @@ from agmm.planning.legality import (
 )
 from agmm.planning.op_plans import Choice
 from agmm.planning.planner import Planner
-from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED
+from agmm.planning.plans import BY_TORCH, UNFUSED
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import (
     CPU,
@@ -23,7 +23,7 @@ from agmm.planning.problems import (
     MATMUL_REDUCE_SCATTER,
     Problem,
 )
-from agmm.planning.transports import LAGGED, SCATTER
+from agmm.planning.transports import GATHER, LAGGED, SCATTER
 
 
 def why_not_by_torch(problem: Problem, columns: Sequence[int]) -> str | None:
@@ -73,12 +73,16 @@ def why(
     if illegal is not None:
         return f"unfused, the kernels cannot compute it: {illegal}"
     row = choice.row
-    fused = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
-    if choice.plan == GATHERED:
+    fused = [
+        us
+        for plan, us in planner.alternatives(problem)
+        if plan.kernel and not plan.gathers_first and us is not None
+    ]
+    if choice.plan.transport == GATHER:
         library = None if not_by_torch else predict_us(problem, UNFUSED)
         others = [] if library is None else [f"{duration(library)} by NCCL's gather"]
         others += [_said_of_fused(min(fused), choice)] if fused else []
-        whose = "agmm's" if is_fp8 else "the library's"
+        whose = "agmm's" if is_fp8 or choice.plan.kernel else "the library's"
         return f"agmm's gather, then {whose} matmul; {', '.join(others)}"
     if not_by_torch is not None:
         return f"fused, since torch._scaled_mm cannot compute it: {not_by_torch}"

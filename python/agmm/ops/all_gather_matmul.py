@@ -221,12 +221,12 @@ def all_gather_matmul(
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.
-        bias: [N], added to the product before it is rounded; for a list of weights one each (or
-            None).
-        config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
-            transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
-            CUDA, at most 16 MiB gathered; ``"portable"`` for copies beside products of the library,
-            on GPUs that reach each other's memory; or ``"unfused"``, which ``strict`` refuses.
+        bias: [N], added to the product before it is rounded; one or None for each of several B.
+        config: a `KernelConfig` or its name to use, perhaps with ``/gather`` (agmm's gather comes
+            first) or another transport; on CUDA ``"gather"``: agmm's gather of at most 16 MiB, then
+            the library's matmul; ``"streamed"``: that gather and a kernel of few rows, which reads
+            the weight meanwhile; or ``"portable"``: copies beside products of the library; or
+            ``"unfused"``, which ``strict`` refuses.
         activation: ``"relu"``, ``"relu2"`` (the square of relu), ``"gelu"``, ``"gelu_tanh"`` or
             ``"silu"``, of each product with its bias; or a gated one, ``"silu_mul"``,
             ``"gelu_mul"`` or ``"gelu_tanh_mul"``, of two weights of one shape, gate and up:

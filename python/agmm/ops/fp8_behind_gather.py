@@ -13,6 +13,7 @@ import torch.distributed as dist
 from agmm.ops import small_collectives
 from agmm.ops.fp8_operands import ready_matmul_of
 from agmm.ops.gather import Gathered
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.cuda_calls import SCALE_BYTES, ReadyMatmul
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL
@@ -64,6 +65,7 @@ class BehindGather(NamedTuple):
 def behind_gather(
     shard: Scaled,
     weights: Sequence[Weight],
+    kernels: Sequence[KernelConfig | None],
     leading: tuple[int, ...],
     group: dist.ProcessGroup,
     return_A: bool,
@@ -71,6 +73,7 @@ def behind_gather(
     """The call for shards and weights of these kinds, which kernels serve. Collective.
 
     Args:
+        kernels: one for each weight; None for that of the planner of one rank.
         leading: the leading sizes of the results, dimension 0 the gathered one.
 
     Raises:
@@ -89,5 +92,8 @@ def behind_gather(
     gather = small_collectives.prepare_gather_of_two(
         shard.values, rows * columns * SCALE_BYTES, group
     )
-    products = tuple(ready_matmul_of(A, weight) for weight in weights)
+    products = tuple(
+        ready_matmul_of(A, weight, config=kernel)
+        for weight, kernel in zip(weights, kernels, strict=True)
+    )
     return BehindGather(gather, products, leading, has_one, return_A)

@@ -238,8 +238,10 @@ class Fp8Gather(GatherCall):
             epilogue=self.settings.epilogue,
         )
 
-    def ready_behind_gather(self) -> Ready:
-        return behind_gather(self.shard, self.weights, self.leading, self.group, self.return_A)
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
+        return behind_gather(
+            self.shard, self.weights, kernels, self.leading, self.group, self.return_A
+        )
 
     def ready_by_copies(self, pieces: int) -> Ready:
         weights, shard = self.weights, self.shard

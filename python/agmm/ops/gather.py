@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument
-from agmm.ops import one_launch, portable, small_collectives
-from agmm.ops.kernel_epilogues import not_built
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import behind_gather, one_launch, portable, small_collectives
+from agmm.ops.kernel_epilogues import Composed, not_built
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, PORTABLE, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
 from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
+from agmm.planning.transports import MESSAGES, STREAMED, FusedGather, Transport, copy_transports
 from agmm.planning.transports import PORTABLE as BY_COPIES
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -98,9 +98,18 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
     @abstractmethod
-    def ready_behind_gather(self) -> Ready:
-        """The call of agmm's gather, then of a matmul of all rows, for any operands of this
-        kind."""
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
+        """The call of agmm's gather, then of a matmul of all rows by a kernel for each weight, for
+        any operands of this kind."""
+
+    def ready_streamed(self) -> Ready:
+        """The call of agmm's gather beside streaming kernels, for any operands of this kind."""
+        raise Unsupported(str(self.why_not_streamed()))
+
+    def why_not_streamed(self) -> str | None:
+        """Why no streaming kernel multiplies behind agmm's gather, or None."""
+        dtype = self.values.dtype
+        return f"config: streamed was asked for with {dtype}, it wants bfloat16 or float16"
 
     @abstractmethod
     def ready_by_copies(self, pieces: int) -> Ready:
@@ -128,8 +137,7 @@ class GatherCall(OpCall[Gathered]):
     def why_not_gathered(self) -> str | None:
         """Why agmm's gather kernel cannot take the shard, or None."""
         if self.device.type != "cuda":
-            name, device = plans.GATHERED.name, self.device
-            return f"config: {name} was asked for on {device}, it wants cuda"
+            return f"config: gather was asked for on {self.device}, it wants cuda"
         return small_collectives.why_not("all_gather", self.values, self.group)
 
     @property
@@ -155,7 +163,7 @@ class GatherCall(OpCall[Gathered]):
         kernel, transport = self.named_config()
         is_named = kernel is not None or transport == plans.GATHERED.transport
         if self.device.type != "cpu":  # whose backend asks for its chunks
-            is_named = is_named or transport == BY_COPIES
+            is_named = is_named or transport in (BY_COPIES, STREAMED)
         return self.settings.plan is None and not is_named
 
     def is_empty(self) -> bool:
@@ -192,8 +200,7 @@ class GatherCall(OpCall[Gathered]):
             return f"activation: found {name!r} on the portable path, wanted none"
         if self.settings.epilogue is None or self.device.type != "cuda":
             return None
-        asked = self.named_config()[1]
-        if asked is not None and asked == plans.GATHERED.transport:
+        if self.named_config()[1] in plans.BEHIND_GATHER:
             name = self.settings.epilogue.activation
             return f"config: found {self.settings.config!r} with activation {name!r}, wanted none"
         return self.why_behind  # where a plan has chosen the gather, there is no kernel to have it
@@ -268,13 +275,17 @@ class GatherCall(OpCall[Gathered]):
             self._miss_trial()
             planned = None
         lasts = self.lasts()
-        if named == plans.GATHERED.transport:
+        if named == STREAMED and self.device.type == "cpu":  # whose rows are sent as they are
+            named = None
+        if named is not None and named in plans.BEHIND_GATHER:
             reason = self.why_not_gathered()
-            return Route(LIBRARY, reason) if reason else Route(GATHER, lasts=lasts)
-        if planned == plans.GATHERED:
+            if reason is None and named == STREAMED:
+                reason = self.why_not_streamed()
+            return Route(LIBRARY if reason else GATHER, reason, Plan(named), lasts)
+        if planned is not None and planned.transport in plans.BEHIND_GATHER:
             if self.why_not_gathered() is None:
-                return Route(GATHER, lasts=lasts)
-            # The call is captured before the gather has memory: it is fused this time.
+                return Route(GATHER, plan=planned, lasts=lasts)
+            # A capture before the gather has memory is fused this time.
             self._miss_trial()
             return Route(KERNEL, lasts=False)
         plan = planned if self.trial is not None and is_one else settings.plan
@@ -322,7 +333,10 @@ class GatherCall(OpCall[Gathered]):
 
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
-            ready = self.ready_behind_gather()
+            given = self.named_config()[0], route.plan, self.problem, len(self.columns())
+            is_streamed = route.plan is not None and route.plan.transport == STREAMED
+            kernels = [] if is_streamed else behind_gather.kernels_of(*given)
+            ready = self.ready_streamed() if is_streamed else self.ready_behind_gather(kernels)
         elif route.by == PORTABLE and self.by_pieces:
             asked = 1 if self.settings.plan is None else self.settings.plan.chunks_per_shard
             rows = self.A_shard.shape[:-1].numel()
@@ -332,12 +346,11 @@ class GatherCall(OpCall[Gathered]):
             return self.again_on_cpu()
         else:
             workspace = cuda_workspace(self.group, self.device)
-            kernels, transport = self._kernels(route.plan)
-            ready = self.ready_on_cuda(workspace, kernels, transport)
+            ready = self.ready_on_cuda(workspace, *self._kernels(route.plan))
             if self.in_kernel is not None:
                 return ready
         epilogue = self.settings.epilogue
-        return ready if epilogue is None else _Composed(ready, self.behind(epilogue))
+        return ready if epilogue is None else Composed(ready, self.behind(epilogue))
 
     @abstractmethod
     def again_on_cpu(self) -> Ready:
@@ -371,26 +384,15 @@ class GatherCall(OpCall[Gathered]):
             assert chosen.kernel is not None
             if not found:
                 transport = transport or chosen.transport
+                if transport == STREAMED:  # whose kernel takes rows by copies too
+                    transport = copy_transports(problem, chosen.kernel)[0]
                 reason = transport.why_illegal(problem, chosen.kernel)
                 if reason is not None:
-                    raise InvalidArgument(
-                        f"config: {chosen.kernel.kernel}, return_A={self.settings.return_A}: "
-                        f"{reason}"
-                    )
+                    which = f"{chosen.kernel.kernel}, return_A={self.settings.return_A}"
+                    raise InvalidArgument(f"config: {which}: {reason}")
             found.append(chosen.kernel)
         assert isinstance(transport, FusedGather)  # no other is legal with a kernel
         return found, transport
-
-
-class _Composed(NamedTuple):
-    """Computes calls by agmm's kernels, and the activation behind them by torch's ops."""
-
-    call: Ready
-    behind: Behind
-
-    def __call__(self, *operands: Any) -> Gathered:
-        A, scale, products = self.call(*operands)
-        return Gathered(A, scale, self.behind(products))
 
 
 def _goes_by_messages(transport: Transport | None) -> bool:

@@ -226,7 +226,7 @@ class _PackedGather(GatherCall):
             chunks_per_shard=planner.plan(self.problem(None)).chunks_per_shard,
         )
 
-    def ready_behind_gather(self) -> Ready:
+    def ready_behind_gather(self, _: Sequence[Any]) -> Ready:
         if self.group.size() == 1:
             A = self.shard.clone() if self.settings.return_A else self.shard
             return lambda: self._products(A)

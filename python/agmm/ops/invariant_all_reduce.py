@@ -8,9 +8,9 @@ import torch
 
 from agmm.ops import invariant, small_collectives
 from agmm.ops.all_reduce import ByLibrary, LibrarySum
+from agmm.ops.copying import Copying
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce, PlainLibrary
-from agmm.ops.plain_scatter import Copying
 from agmm.planning import call_plans
 from agmm.planning.problems import KernelConfig
 from agmm.runtime import collectives, cpu_scatter

@@ -4,6 +4,7 @@ plan, so that calls that name their kernel agree on no tables."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,3 +116,16 @@ def _layout(B: torch.Tensor) -> str:
     found = b_layout(B)
     is_column = B.stride(0) == 1 if found is None else found.column_major
     return "column" if is_column else "row"
+
+
+class Composed(NamedTuple):
+    """Computes calls of an all-gather + matmul by agmm's kernels, and the activation behind them by
+    torch's ops."""
+
+    call: Any
+    behind: Any
+
+    def __call__(self, *operands: Any) -> tuple[Any, Any, Any]:
+        """Return the gathered A and its scales, which may be None, and the results."""
+        A, scale, products = self.call(*operands)
+        return A, scale, self.behind(products)

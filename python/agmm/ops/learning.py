@@ -39,13 +39,14 @@ def learn_plans(on: bool = True) -> None:
     """Groups learn plans from the calls that a program makes, or no longer do.
 
     The first calls of a kind (op, format, shapes, layout of B, ``return_A``) that no table knows
-    take the cost model's best few plans in turn, the same on all ranks. After 16 to 30 calls the
-    ranks agree on the plan whose median time is the shortest on the slowest rank; it serves the
-    kind from then on and is kept in the user's table, as ``agmm tune`` keeps its own
-    (``AGMM_CACHE=off``: in this process only). Call it on all ranks before a group's first call:
-    a group decides at its first planned call whether it learns, and does so to its end.
-    ``AGMM_LEARN=on`` does the same. No plan is tried that is predicted to take more than 1.5 times
-    as long as the best one. `agmm.status` tells what was tried and kept.
+    take the cost model's best few plans in turn, the same on all ranks. After two calls by each
+    the ranks drop those that are far behind, and after 6 to 30 they agree on the plan whose median
+    time is the shortest on the slowest rank; it serves the kind from then on and is kept in the
+    user's table, as ``agmm tune`` keeps its own (``AGMM_CACHE=off``: in this process only). Call it
+    on all ranks before a group's first call: a group decides at its first planned call whether it
+    learns, and does so to its end. ``AGMM_LEARN=on`` does the same. No plan is tried that is
+    predicted to take more than 1.5 times as long as the best one. `agmm.status` tells what was
+    tried and kept.
 
     Another plan may round otherwise, so the first calls of a kind do not all have the same bits.
     Calls under ``strict``, those that name a ``config``, and those that a CUDA graph captures or a

@@ -47,10 +47,10 @@ class _Arguments(NamedTuple):
         check_norm(self.A, self.B, self.residual, self.weight, self.eps)
 
 
-def _impl(call: _Arguments, keep_as: Any = None) -> Normed:
+def _impl(call: _Arguments, keep_as: Any = None, quantize_out: str = "") -> Normed:
     group = groups.group_of_size(call.group_name, call.world_size)
-    settings = {"strict": call.strict, "batch_invariant": call.batch_invariant}
-    settings["streamed"] = call.config == STREAMED
+    settings: dict[str, Any] = {"strict": call.strict, "batch_invariant": call.batch_invariant}
+    settings |= {"streamed": call.config == STREAMED, "quantize_out": quantize_out}
     if call.batch_invariant:
         invariant.check_config(call.config)
     return serve(NormedAllReduce(call[:5], call.eps, group, **settings), keep_as)
@@ -162,8 +162,8 @@ def matmul_all_reduce_rms_norm(
         eps: is added to the mean of the squares of a row of N.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         bias: [N], the same on all ranks; added once.
-        config: ``"streamed"`` for the sum by one kernel, as `matmul_all_reduce` has it, then
-            torch's norm; None for the chosen way.
+        config: ``"streamed"`` for all of it by one kernel on CUDA, whose sum is that of
+            `matmul_all_reduce`; None for the chosen way.
         quantize_out: ``"rowwise"``, ``"block"`` (1 × 128) or ``"tensorwise"``: return the norm in
             float8_e4m3fn with the scales that the next op's A wants, as `all_gather_matmul` returns
             its result. Without a gradient.
@@ -181,6 +181,7 @@ def matmul_all_reduce_rms_norm(
         Unsupported: under ``strict`` only.
     """
     given = A, B, bias, residual, weight
+    quantised = None
     if quantize_out is not None or scale_out is not None:
         quantised = quantized_outs.checked(
             *(quantize_out, scale_out),
@@ -188,21 +189,30 @@ def matmul_all_reduce_rms_norm(
             others={},
             operands={"A": A, "B": B, "bias": bias, "residual": residual, "weight": weight},
         )
-        normed, total = matmul_all_reduce_rms_norm(
-            *(A, B, residual, weight, eps, group),
-            bias=bias,
-            config=config,
-            batch_invariant=batch_invariant,
-            strict=strict,
-        )
-        return quantised(normed), total
     config = config or ""
     if config not in ("", STREAMED):
         raise InvalidArgument(f"config: found {config!r}, wanted {STREAMED!r} or None")
     batch_invariant = invariant.is_asked(batch_invariant)
-    keep_as = None
+    settings = strict, batch_invariant, config
+    normed, total = _found(given, eps, group, settings, quantize_out or "")
+    if quantised is None or isinstance(normed, tuple):
+        return normed, total
+    return quantised(normed), total
+
+
+def _found(
+    given: tuple[Any, ...],
+    eps: float,
+    group: Any,
+    settings: tuple[bool, bool, str],
+    quantize_out: str,
+) -> tuple[Any, torch.Tensor]:
+    """The norm and the sum, by a kept call if there is one. With ``quantize_out`` the norm may be
+    a tuple of fp8 values and scales already."""
+    (strict, batch_invariant, config), keep_as = settings, None
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
-        keep_as = kept.kind_on_gpu((NAME, eps, batch_invariant, config), strict, *given)
+        kind = NAME, eps, batch_invariant, config, quantize_out
+        keep_as = kept.kind_on_gpu(kind, strict, *given)
     if keep_as is not None:
         again: Normed | None = kept.call_kept(groups.resolved(group), keep_as, *given)
         if again is not None:
@@ -211,13 +221,15 @@ def matmul_all_reduce_rms_norm(
         if tensor is not None or name != "bias":
             check_operand(name, tensor)
     check_flag("strict", strict)
-    given = autocast(given, A.device)
+    residual = given[3]
+    A, B, bias, added, weight = given = autocast(given, given[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    check_norm(given[0], given[1], residual, given[4], eps)
-    call = _Arguments(*given, float(eps), group_name, world_size, strict, batch_invariant, config)
+    check_norm(A, B, residual, weight, eps)
+    of_group = float(eps), group_name, world_size
+    call = _Arguments(A, B, bias, added, weight, *of_group, strict, batch_invariant, config)
     there = [tensor for tensor in given if tensor is not None]
     if not is_watched() and all(map(is_plain, there)):
-        return _impl(call, keep_as)
+        return _impl(call, keep_as, quantize_out)
     found: Normed = torch.ops.agmm._matmul_all_reduce_rms_norm.default(*call)
     return found

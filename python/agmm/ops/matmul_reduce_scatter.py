@@ -75,7 +75,9 @@ def _impl(
     config: str = "",
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    settings = ScatterSettings(scatter_dim, reduce_op, strict, scatter_plan.named(config))
+    settings = ScatterSettings(
+        scatter_dim, reduce_op, strict, scatter_plan.named_of_scatter(config)
+    )
     return scatter(As, Bs, bias, group, settings, residual=residual)
 
 
@@ -185,7 +187,9 @@ def matmul_reduce_scatter(
             bias is: by agmm in float32 (float64 for float64) before the sum is rounded, else by
             torch to the rounded sum. Its gradient is that of ``out``.
         config: ``"portable"`` for copies beside products of the library, on GPUs that reach each
-            other's memory; ``"unfused"``; or None for the chosen plan.
+            other's memory; ``"streamed"`` for one kernel of few rows on Hopper, which reads the
+            weight at the rate of memory and sends each rank its rows of the sums; ``"unfused"``; or
+            None for the chosen plan.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
@@ -196,7 +200,7 @@ def matmul_reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    plan = None if config is None else scatter_plan.named(config)
+    plan = None if config is None else scatter_plan.named_of_scatter(config)
     if strict is False or strict is True:
         known = _kept(A, B, bias, residual, group, scatter_dim, reduce_op, strict, plan)
         if known is not None:

@@ -15,7 +15,7 @@ from agmm.ops.checks import FLOATS, check_dtype, check_eps, check_operand, check
 from agmm.ops.invariant_all_reduce import InvariantAllReduce, streamed
 from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce
-from agmm.ops.streamed_all_reduce import StreamedAllReduce
+from agmm.ops.streamed_all_reduce import StreamedAllReduce, StreamedOnCuda
 from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import Method, collective_method
 from agmm.planning.problems import KernelConfig
@@ -26,6 +26,8 @@ from agmm.runtime.results import reshaped
 NAME = "matmul_all_reduce_rms_norm"
 Normed = tuple[torch.Tensor, torch.Tensor]
 """The norm, and the sum with the residual."""
+IN_KERNEL = ("rowwise", "block")
+"""The scales that the kernel which norms can make: others are given."""
 
 
 def check_norm(
@@ -68,9 +70,10 @@ class _Sum(PlainAllReduce):
 
 
 class _StreamedSum(StreamedAllReduce):
-    """The sum with its residual, by one kernel that streams the weight."""
+    """The sum with its residual, by one kernel that streams the weight, and norms on CUDA."""
 
     op = NAME
+    is_normed = True
 
 
 class _InvariantSum(InvariantAllReduce):
@@ -100,6 +103,8 @@ class NormedAllReduce(OpCall[Normed]):
         eps: is added to the mean of a row's squares.
         batch_invariant: the bits of a row do not depend on how many rows there are.
         streamed: the sum is that of `StreamedAllReduce`.
+        quantize_out: one of `IN_KERNEL` has a kernel that norms return fp8 values and scales in
+            place of the norm; everything else returns the norm.
     """
 
     learns = False
@@ -113,6 +118,7 @@ class NormedAllReduce(OpCall[Normed]):
         strict: bool,
         batch_invariant: bool = False,
         streamed: bool = False,
+        quantize_out: str = "",
     ) -> None:
         A, B, bias, self.residual, self.weight = operands
         kind: type[PlainAllReduce] = _StreamedSum if streamed else _Sum
@@ -120,6 +126,7 @@ class NormedAllReduce(OpCall[Normed]):
             kind = _InvariantSum
         self.sum = kind(A, B, bias, group, strict, self.residual)
         self.eps, self.is_invariant = eps, batch_invariant
+        self.quantize_out = quantize_out if quantize_out in IN_KERNEL else ""
         self.group, self.device, self.strict = group, self.sum.device, strict
 
     def check(self) -> None:
@@ -182,7 +189,11 @@ class NormedAllReduce(OpCall[Normed]):
     def prepare(self, route: Route) -> Ready:
         if isinstance(route.plan, _Packets):
             return self._by_packets(route.plan)
-        return _ThenNorm(self.sum.prepare(route), self.eps, self.is_invariant)
+        ready = self.sum.prepare(route)
+        is_streamed = isinstance(self.sum, _StreamedSum) and self.sum.norms_in_kernel
+        if is_streamed and isinstance(ready, StreamedOnCuda):
+            return _InKernel(ready, self.eps, self.quantize_out)
+        return _ThenNorm(ready, self.eps, self.is_invariant)
 
     def finished(self, found: Any, route: Route) -> Normed:
         normed, total = found
@@ -198,7 +209,7 @@ class NormedAllReduce(OpCall[Normed]):
         return norm_of(total, self.weight, self.eps, row_by_row=self.is_invariant), total
 
     def to_keep(self, ready: Ready, found: Any) -> Ready | None:
-        if isinstance(ready, _ByPackets):
+        if isinstance(ready, _ByPackets | _InKernel):
             return ready if self.sum.A.is_contiguous() else None
         kept = self.sum.to_keep(ready.sum, found[1])
         return None if kept is None else ready._replace(sum=kept)
@@ -251,6 +262,17 @@ class _ThenNorm(NamedTuple):
     def __call__(self, A: Any, B: Any, bias: Any, residual: Any, weight: torch.Tensor) -> Normed:
         total = self.sum(A, B, bias, residual)
         return norm_of(total, weight, self.eps, row_by_row=self.row_by_row), total
+
+
+class _InKernel(NamedTuple):
+    """The product, its sum with the residual and the norm, in fp8 if asked for, by one kernel."""
+
+    sum: StreamedOnCuda
+    eps: float
+    quantize_out: str
+
+    def __call__(self, *operands: Any) -> tuple[Any, torch.Tensor]:
+        return self.sum.normed(operands, self.eps, self.quantize_out)
 
 
 class _ByPackets(NamedTuple):

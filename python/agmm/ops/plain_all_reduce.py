@@ -10,8 +10,9 @@ import torch.distributed as dist
 from agmm.ops import portable, scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible, check_residual
+from agmm.ops.copying import Copying
 from agmm.ops.pipeline import Ready
-from agmm.ops.plain_scatter import Copying, call_with, of_call
+from agmm.ops.plain_scatter import call_with, of_call
 from agmm.planning.plans import Plan
 from agmm.planning.problems import KernelConfig
 from agmm.runtime import groups

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops import kept, portable, small_collectives
+from agmm.ops import behind_gather, kept, portable, small_collectives, streamed_gather
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.kernel_epilogues import why_behind
@@ -139,9 +139,27 @@ class PlainGather(GatherCall):
         outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
         return Gathered(None if A is None else reshaped(A, (*self.leading, k)), None, outs)
 
-    def ready_behind_gather(self) -> Ready:
+    def why_not_streamed(self) -> str | None:
+        return streamed_gather.why_not(self.A_shard, self.Bs)
+
+    def ready_streamed(self) -> Ready:
+        given = self.A_shard, self.Bs, self.group
+        return streamed_gather.ready(*given, return_A=self.settings.return_A)
+
+    def ready_behind_gather(self, kernels: Sequence[KernelConfig | None]) -> Ready:
         gather = small_collectives.prepare_gather(self.A_shard, self.group)
-        return _BehindGather(gather, self.settings.return_A)
+        shard = self.A_shard.flatten(0, -2)
+        # All rows of a kind, without memory for them.
+        rows = shard[:1].expand(self.group.size() * len(shard), shard.shape[1])
+
+        def product(kernel: KernelConfig | None, B: torch.Tensor) -> cuda_calls.ReadyMatmul | None:
+            if kernel is None:
+                return None
+            of_core = Kernel(kernel.core, plain_format("A_shard", rows))
+            return cuda_calls.ready_matmul(rows, B, None, 0, of_core)
+
+        products = tuple(map(product, kernels, self.Bs))
+        return _BehindGather(gather, products, self.settings.return_A)
 
     def ready_by_copies(self, pieces: int) -> Ready:
         words = self.words()
@@ -182,16 +200,17 @@ def _products(
     outs = []
     rows = A.flatten(0, -2)
     for B, bias in zip(Bs, biases, strict=True):
-        # Product and bias are rounded once, together, as on the fused path.
-        out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+        out = behind_gather.by_library(rows, B, bias)
         outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
     return outs
 
 
 class _BehindGather(NamedTuple):
-    """Computes calls of one kind by agmm's gather, then the library's matmul."""
+    """Computes calls of one kind of operands without scales."""
 
     gather: small_collectives.GatherOfKind
+    products: tuple[cuda_calls.ReadyMatmul | None, ...]
+    """What multiplies by each weight; None for the library."""
     return_A: bool
 
     def __call__(
@@ -201,7 +220,15 @@ class _BehindGather(NamedTuple):
         biases: Sequence[torch.Tensor | None],
     ) -> Gathered:
         A = self.gather(A_shard)
-        return Gathered(A if self.return_A else None, None, _products(A, Bs, biases))
+        rows = A.flatten(0, -2)
+        outs = []
+        for product, B, bias in zip(self.products, Bs, biases, strict=True):
+            if product is None:
+                out = behind_gather.by_library(rows, B, bias)
+            else:
+                out = product(rows, B, None, bias=bias)
+            outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
+        return Gathered(A if self.return_A else None, None, outs)
 
 
 class _OnCpu(NamedTuple):

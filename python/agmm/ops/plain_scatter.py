@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from agmm import _core
-from agmm.ops import kept, portable, scatter_plan
+from agmm.ops import invariant, kept, portable, scatter_plan, streamed_scatter
 from agmm.ops.checks import check_residual, check_scatterable
+from agmm.ops.copying import Copying
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
-from agmm.planning.plans import BY_COPIES, BY_TORCH, Plan
+from agmm.planning import legality
+from agmm.planning.plans import BY_COPIES, BY_STREAM, BY_TORCH, Plan
 from agmm.planning.problems import KernelConfig, Problem
+from agmm.planning.transports import STREAMED
 from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
-from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
+from agmm.runtime.cuda_calls import Kernel, plain_format
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
 from agmm.runtime.results import moved
 from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
@@ -157,6 +159,22 @@ class PlainScatter(ScatterCall):
         call = call_with(kernel, As, Bs, self.group, self.settings.reduce_op)
         return call if copying is None else _Copied(copying, call)
 
+    def streamed(self) -> Plan | str:
+        if len(self.As) > 1:
+            return f"A: found {len(self.As)} products, wanted one for config={BY_STREAM.name!r}"
+        A, B = self.As[0].movedim(self.dim, 0).flatten(0, -2), self.Bs[0]
+        reason = invariant.why_not_streamed(A, B)
+        kernel = invariant.kernel_of(A, B)
+        if reason is not None or kernel is None:
+            return reason or "kernels: found no streaming one for it in this build, wanted one"
+        plan = Plan(STREAMED, kernel)
+        return legality.why_illegal(self.problem(), plan, [kernel]) or plan
+
+    def ready_by_stream(self, kernel: KernelConfig) -> Ready:
+        is_average = self.settings.reduce_op == "avg"
+        given = kernel, self.As[0], self.Bs[0], self.group
+        return streamed_scatter.ready(*given, dim=self.dim, is_average=is_average)
+
     def ready_by_copies(self) -> Ready:
         size, words = self.group.size(), self.words()
         return portable.ReadyScatter(
@@ -189,42 +207,6 @@ class PlainScatter(ScatterCall):
         if self.settings.reduce_op == "avg":
             out = out.div_(self.group.size())
         return self.with_residual(out if self.bias is None else out.add_(self.bias))
-
-
-class Copying(NamedTuple):
-    """How operands become what a kernel reads. Copies are made, and no other path is taken, since
-    strides differ between ranks and the path must not."""
-
-    dim: int
-    column_major: bool
-
-    @classmethod
-    def of(cls, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], dim: int) -> Copying | None:
-        """None for operands that kernels read as they are."""
-        layouts = [b_layout(B) for B in Bs]
-        column_major = all(layout is not None and layout.column_major for layout in layouts)
-        found = cls(dim, column_major)
-        is_as_given = dim == 0 and all(A.is_contiguous() for A in As)
-        return None if is_as_given and all(map(found._is_read, Bs)) else found
-
-    def _is_read(self, B: torch.Tensor) -> bool:
-        layout = b_layout(B)
-        return layout is not None and (self.column_major, 0) == (
-            layout.column_major,
-            layout.leading % _core.ALIGNMENT,
-        )
-
-    def weight(self, B: torch.Tensor) -> torch.Tensor:
-        """The weight as TMA wants it."""
-        if self._is_read(B):
-            return B
-        return B.t().contiguous().t() if self.column_major else B.contiguous()
-
-    def __call__(
-        self, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        As = [A.movedim(self.dim, 0).contiguous() for A in As]
-        return As, [self.weight(B) for B in Bs]
 
 
 class _Copied(NamedTuple):
@@ -282,7 +264,7 @@ def scatter(
     """Multiply, sum and scatter: by the call that served this kind before, or as `serve` decides.
     Collective; errors as those of `serve`."""
     kind = None
-    if settings.plan in (None, BY_COPIES) and As:
+    if settings.plan in (None, BY_COPIES, BY_STREAM) and As:
         kind = kind_of_scatter(As, Bs, bias, residual, *settings)
         operands = of_call(As, Bs, bias, residual)
         found: torch.Tensor | None = kept.call_kept(group, kind, *operands)

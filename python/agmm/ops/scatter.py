@@ -13,9 +13,9 @@ from agmm.ops import portable
 from agmm.ops.pipeline import KERNEL, LIBRARY, PORTABLE, Ready, Route
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import BY_COPIES, Plan
+from agmm.planning.plans import BY_COPIES, BY_STREAM, UNFUSED, Plan
 from agmm.planning.problems import KernelConfig, Problem
-from agmm.planning.transports import MESSAGES
+from agmm.planning.transports import MESSAGES, STREAMED, TORCH
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import take_turn
@@ -68,6 +68,15 @@ class ScatterCall(SumCall):
     def ready_on_cuda(self, kernel: KernelConfig) -> Ready:
         """The call of agmm's kernel for any operands of this kind."""
 
+    def streamed(self) -> Plan | str:
+        """The plan of a streaming kernel that scatters its sums, for operands on CUDA, or the
+        reason why there is none."""
+        return "config: found streamed, wanted another for such operands"
+
+    def ready_by_stream(self, kernel: KernelConfig) -> Ready:
+        """The call of a streaming kernel, where `streamed` has it."""
+        raise NotImplementedError(kernel.name)
+
     # --- the flow ---
 
     @property
@@ -119,8 +128,17 @@ class ScatterCall(SumCall):
         reason = self.why_not_fused()
         if reason is not None:
             return portable.instead(self) or self.otherwise(reason)
+        if plan == BY_STREAM:
+            plan = None
+            if self.device.type == "cuda":
+                found = self.streamed()
+                return (
+                    Route(LIBRARY, found) if isinstance(found, str) else Route(KERNEL, plan=found)
+                )
         if plan is None and self.asks_a_plan():
             plan = self.choose(self.problem(), fused=self.strict)
+            if plan.transport == STREAMED and isinstance(self.streamed(), str):
+                plan = self._not_streamed()
             if self.trial is not None and plan.transport.needs == MESSAGES:
                 return Route(LIBRARY)
         if self.device.type == "cpu":
@@ -131,6 +149,14 @@ class ScatterCall(SumCall):
         if plan is None or plan.kernel is None:
             return self.otherwise("plan: the unfused path is faster", is_planned=True)
         return Route(KERNEL, plan=plan, lasts=self.lasts())
+
+    def _not_streamed(self) -> Plan:
+        """The plan in place of a streaming kernel, which sums no several products."""
+        if self.trial is not None:
+            self.trial.miss()
+        plans = call_plans.planner(self.group, self.device).alternatives(self.problem())
+        others = (plan for plan, _ in plans if plan.transport not in (STREAMED, TORCH))
+        return next(plan for plan in others if plan != UNFUSED or not self.strict)
 
     def rows_by_copies(self) -> int | None:
         is_left_out = self.settings.plan or self.why_no_dim() or self.why_no_pieces()
@@ -154,6 +180,8 @@ class ScatterCall(SumCall):
             words = self.words()
             return lambda *_: self.in_shape(self.by_cpu(words))
         assert route.plan is not None and route.plan.kernel is not None
+        if route.plan.transport == STREAMED:
+            return self.ready_by_stream(route.plan.kernel)
         return self.ready_on_cuda(route.plan.kernel)
 
     def in_shape(self, rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model, formats, legality
-from agmm.planning.plans import BY_COPIES, BY_TORCH, UNFUSED, Plan
+from agmm.planning.plans import BY_COPIES, BY_STREAM, BY_TORCH, UNFUSED, Plan
 from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
@@ -136,6 +136,11 @@ def named(config: Any, others: tuple[str, ...] = ()) -> Plan | None:
             return plan
     names = ", ".join(repr(name) for name in (BY_COPIES.name, UNFUSED.name, *others))
     raise InvalidArgument(f"config: found {config!r}, wanted {names} or None")
+
+
+def named_of_scatter(config: Any) -> Plan | None:
+    """`named` of a matmul + reduce-scatter of 16 bits, which has `BY_STREAM` too."""
+    return BY_STREAM if config == BY_STREAM.name else named(config, (BY_STREAM.name,))
 
 
 class AllReducePlan(NamedTuple):

@@ -313,9 +313,13 @@ class GatherOfKind(NamedTuple):
     world_size: int
 
     def __call__(self, shard: torch.Tensor) -> torch.Tensor:
-        out = _empty(shard, self.world_size)
+        out = self.empty(shard)
         self.call(shard, out)
         return out
+
+    def empty(self, shard: torch.Tensor) -> torch.Tensor:
+        """Memory for the gathered shards."""
+        return _empty(shard, self.world_size)
 
 
 class GatherOfTwo(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import invariant, small_collectives
+from agmm.ops.copying import Copying
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.plain_all_reduce import PlainAllReduce
-from agmm.ops.plain_scatter import Copying
 from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import collective_method
 from agmm.runtime import cuda_calls
@@ -29,6 +29,8 @@ class StreamedAllReduce(PlainAllReduce):
     send rows as they are computed anyway, it is the usual call."""
 
     learns = False
+    is_normed = False
+    """Whether the kernel norms the rows too, where they are not too long for it."""
 
     def words(self) -> Call:
         return Call(self.op, A=self.A, B=self.B, config=STREAMED, **self.asked)
@@ -67,8 +69,15 @@ class StreamedAllReduce(PlainAllReduce):
         nbytes = self.rows * self.columns * self.A.element_size()
         if collective_method("all_reduce", nbytes, world_size) != "one_shot":
             del methods[0]
-        there = (m for m in methods if _core.streams_sum(m, *size, SLOT_BYTES, world_size))
-        return next(there, None)
+        for method in methods:
+            by_rows = method == _core.CollectiveMethod.two_shot and self.norms_in_kernel
+            if _core.streams_sum(method, *size, SLOT_BYTES, world_size, by_rows):
+                return method
+        return None
+
+    @property
+    def norms_in_kernel(self) -> bool:
+        return self.is_normed and self.columns <= _core.MAX_STREAMED_NORM_COLUMNS
 
     def prepare(self, route: Route) -> Ready:
         if self.device.type == "cpu":
@@ -84,16 +93,16 @@ class StreamedAllReduce(PlainAllReduce):
         workspace = collectives_workspace(self.group, self.device)
         method = self._method()
         assert method is not None
-        return _OnCuda(workspace, method, matmul.problem, copying)
+        return StreamedOnCuda(workspace, method, matmul.problem, copying)
 
     def to_keep(self, ready: Ready, found: Any) -> Ready | None:
-        return ready if isinstance(ready, _OnCuda) and self.A.is_contiguous() else None
+        return ready if isinstance(ready, StreamedOnCuda) and self.A.is_contiguous() else None
 
     def library_to_keep(self, found: torch.Tensor) -> Ready | None:
         return None
 
 
-class _OnCuda(NamedTuple):
+class StreamedOnCuda(NamedTuple):
     """Makes calls of one kind, any number of times. Collective."""
 
     workspace: CollectivesWorkspace
@@ -108,19 +117,47 @@ class _OnCuda(NamedTuple):
         bias: torch.Tensor | None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        return self._enqueue((A, B, bias, residual))
+
+    def normed(
+        self, operands: tuple[Any, ...], eps: float, quantize_out: str = ""
+    ) -> tuple[Any, torch.Tensor]:
+        """The norm of the sum's rows, with ``quantize_out`` its fp8 values and scales, and the sum.
+
+        Args:
+            operands: A, B, the bias or None, the residual and the norm's weight.
+        """
+        A, B, bias, residual, weight = operands
+        shape, scales = (*A.shape[:-1], B.shape[1]), None
+        normed = A.new_empty(shape, dtype=torch.float8_e4m3fn if quantize_out else A.dtype)
+        if quantize_out:
+            count = -(-shape[-1] // _core.QUANTIZE_BLOCK) if quantize_out == "block" else 1
+            scales = A.new_empty(*shape[:-1], count, dtype=torch.float32)
+        norm = weight, normed, scales
+        total = self._enqueue((A, B, bias, residual), norm, eps, of_blocks=quantize_out == "block")
+        return (normed if scales is None else (normed, scales)), total
+
+    def _enqueue(
+        self,
+        operands: tuple[Any, ...],
+        norm: tuple[torch.Tensor | None, ...] = (None, None, None),
+        eps: float = 0.0,
+        *,
+        of_blocks: bool = False,
+    ) -> torch.Tensor:
+        A, B, *added = operands
         rows = A.reshape(-1, A.shape[-1]).contiguous()
-        weight = B if self.copying is None else self.copying.weight(B)
+        B = B if self.copying is None else self.copying.weight(B)
         out = rows.new_empty(len(rows), B.shape[1])
         copies: list[torch.Tensor] = []  # they live until the call is enqueued
-        self.workspace.streamed_all_reduce(
-            self.method,
-            self.problem,
-            (
-                cuda_calls.aligned_pointer(rows, copies),
-                cuda_calls.aligned_pointer(weight, copies),
-                cuda_calls.bias_pointer(bias, copies),
-                cuda_calls.bias_pointer(residual, copies),
-                out.data_ptr(),
-            ),
+        addresses = (
+            cuda_calls.aligned_pointer(rows, copies),
+            cuda_calls.aligned_pointer(B, copies),
+            *(cuda_calls.bias_pointer(one, copies) for one in added),
+            out.data_ptr(),
+            cuda_calls.bias_pointer(norm[0], copies),
+            *(0 if one is None else one.data_ptr() for one in norm[1:]),
         )
+        given = self.method, self.problem, addresses, eps
+        self.workspace.streamed_all_reduce(*given, of_blocks=of_blocks)
         return out if A.dim() == 2 else reshaped(out, [*A.shape[:-1], B.shape[1]])

@@ -27,7 +27,14 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import LAGGED, PUSH, SCATTER, SmPush, copy_transports
+from agmm.planning.transports import (
+    LAGGED,
+    PUSH,
+    SCATTER,
+    STREAMED,
+    SmPush,
+    copy_transports,
+)
 
 _PUSH_ROWS = 8
 PUSH_COLUMNS = (64, 128)
@@ -86,6 +93,12 @@ def chooses_sm_push(problem: Problem) -> bool:
     return not is_fp8(problem) or cost_model.constants_for(problem).sends_scales
 
 
+def chooses_streamed(problem: Problem) -> bool:
+    """Whether the cost model chooses streamed gathers and scatters too, which it does where they
+    were timed; else they are left to calls that name them."""
+    return cost_model.constants_for(problem).streams_exchanges
+
+
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
     """The kernel with every raster and swizzle."""
     for raster, max_swizzle in product(RASTERS, SWIZZLES):
@@ -134,6 +147,20 @@ def batch_invariant_kernel(
         return None
     least = min(found, key=lambda kernel: (-(-problem.m // kernel.tile_m), kernel.tile_m))
     return usual_order(problem, least)
+
+
+MOST_STREAMED_ROWS = 256
+"""The most rows of all ranks for which a streamed gather or scatter is looked at. It is a choice:
+with more B is read again for each 64 rows, and the exchange takes longer than a launch."""
+
+
+def streamed_plan(problem: Problem, kernels: Sequence[KernelConfig]) -> Plan | None:
+    """The plan of few rows by one of the streaming kernels, which are those of an all-gather ->
+    matmul; None where none is legal."""
+    is_few = problem.m <= MOST_STREAMED_ROWS
+    kernel = batch_invariant_kernel(problem, kernels) if is_few else None
+    plan = None if kernel is None else Plan(STREAMED, kernel)
+    return None if plan is None or why_illegal(problem, plan, kernels) is not None else plan
 
 
 def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:

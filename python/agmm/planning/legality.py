@@ -19,10 +19,11 @@ from agmm.planning.problems import (
     MAX_CLUSTER_SPLITS,
     MAX_SCATTER_TILES,
     MAX_SIZE,
+    PLAIN,
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import LAGGED, PUSH, SCATTER
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, STREAMED
 
 MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
 """How many products a kernel adds up at most, by kind of format (`ScatterSpec::kMaxProducts`). The
@@ -89,7 +90,7 @@ def why_too_many_rows(rows: int, world_size: int) -> str | None:
 def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
     """The reason why this build cannot run the plan, or None. ``kernels`` are those of the build
     for the problem's op and format; for the scatter of a matmul + all-reduce those of a matmul +
-    reduce-scatter."""
+    reduce-scatter, and for a streamed plan those of an all-gather -> matmul."""
     if plan == UNFUSED:
         return None
     if problem.gpu == CPU:
@@ -129,13 +130,34 @@ def _why_gather_illegal(
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
     if plan.kernel is None:
         return "plan: found no kernel, wanted one"
-    reason = plan.transport.why_illegal(problem, plan.kernel)
+    if plan.transport == GATHER and problem.epilogue != PLAIN:
+        return f"plan: found {plan.name} with an activation, wanted a fused one or gather"
+    return _why_not_built(problem, plan, plan.kernel, kernels)
+
+
+def _why_not_built(
+    problem: Problem, plan: Plan, kernel: KernelConfig, kernels: Iterable[KernelConfig]
+) -> str | None:
+    """The reason why the build has not the plan's kernel with its transport, or None."""
+    reason = plan.transport.why_illegal(problem, kernel)
     if reason is not None:
-        return f"plan: {reason}"
-    built = built_as(plan.kernel, kernels)
+        return reason if reason.startswith("plan: ") else f"plan: {reason}"
+    built = built_as(kernel, kernels)
     if built is None:
-        return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
-    return _why_splits_illegal(plan.kernel, legal_splits(problem, built))
+        return f"plan: found kernel {kernel.kernel}, which is not in this build"
+    multiplied = cost_model.behind_gather(problem) if plan.transport == GATHER else problem
+    return _why_splits_illegal(kernel, legal_splits(multiplied, built))
+
+
+def _why_streamed_illegal(
+    problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
+) -> str | None:
+    reason = why_unfused(problem.format, problem.n, problem.k, a="A")
+    if reason is None and plan.kernel is None:
+        reason = "plan: found no kernel, wanted a streaming one"
+    if reason is not None or plan.kernel is None:
+        return reason
+    return _why_not_built(problem, plan, plan.kernel, kernels)
 
 
 def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
@@ -148,6 +170,8 @@ def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
 def _why_scatter_illegal(
     problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
 ) -> str | None:
+    if plan.transport == STREAMED:
+        return _why_streamed_illegal(problem, plan, kernels)
     if plan.kernel is not None:
         return _why_tile_push_illegal(problem, plan, plan.kernel, kernels)
     if plan != BY_TORCH:

@@ -3,21 +3,25 @@ model's favourite."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple, Protocol
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import (
     chooses_sm_push,
+    chooses_streamed,
     chooses_swapped,
     lagged_plans,
     scatter_plans,
+    streamed_plan,
     usual_plans,
 )
 from agmm.planning.legality import why_unfused
-from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
+from agmm.planning.plans import BY_TORCH, GATHERED, GATHERED_TO_KERNEL, UNFUSED, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
@@ -29,7 +33,7 @@ from agmm.planning.problems import (
     Problem,
 )
 from agmm.planning.search import Search
-from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, SmPush
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER, STREAMED, SmPush
 
 KernelsOf = Callable[..., Sequence[KernelConfig]]
 """The kernels to choose from, by op and name of a format; those of another epilogue than `PLAIN` by
@@ -49,6 +53,10 @@ _GATHER_VARIES = 0.2
 """The model takes the unfused plan where the fused ones take longer than it by more than so much of
 its all-gather: that of more than `cost_model.STEADY_GATHER_BYTES` varies from run to run."""
 
+_MOST_KNOWN = 64
+"""The most numbers of rows whose time behind a gather is kept: a choice, enough for every power of
+2 and some between."""
+
 _WITHOUT_GATHER = "0.1."
 """The versions of agmm whose unfused plan had only the library's gather to take."""
 
@@ -66,7 +74,7 @@ class Choice:
 
 def rated_us(problem: Problem, plan: Plan, us: float) -> float:
     """The predicted time of a plan as it is compared with other plans."""
-    return us * (cost_model.choice_margin(problem, plan.transport.family) or 1.0)
+    return us * (cost_model.choice_margin(problem, plan.family) or 1.0)
 
 
 class Found(NamedTuple):
@@ -86,9 +94,9 @@ class Here:
         self.problem = problem
         self.at = At(problem)
         self.fastest: tuple[tuple[Plan, float] | None] | None = None
-        """The fastest plan with a kernel and its time, once it has been looked for."""
+        """The fastest fused plan and its time, once it has been looked for."""
         self.unfused: tuple[Plan, float] | None = None
-        """The fastest plan with the library's matmul and its time, once it has been looked for."""
+        """The fastest plan that gathers first and its time, once it has been looked for."""
 
 
 class OpPlans(Protocol):
@@ -126,6 +134,10 @@ class GatherPlans:
             if self.why_unfused is None:
                 self.kernels = gather_kernels(problem, kernels_of)
         self._search = Search(problem, self.kernels)
+        self._behind: Search | None = None
+        """The search among the kernels behind a gather, once there was one."""
+        self._behind_us: list[tuple[int, float]] = []
+        """The least times of these, by numbers of rows in rising order."""
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
@@ -142,10 +154,10 @@ class GatherPlans:
             plan, us = self._unfused(here)
             return Found(plan, NO_KERNEL, us)
         plan, us = self._unfused(here)
-        margin = cost_model.choice_margin(problem, plan.transport.family)
+        margin = cost_model.choice_margin(problem, plan.family)
         if margin is not None:
             is_faster = rated_us(problem, *best) <= us * margin
-        elif plan == GATHERED:  # whose time does not vary
+        elif plan != UNFUSED:  # whose time does not vary
             is_faster = us >= best[1] * cost_model.gathered_margin(problem)
         else:
             is_large = cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES
@@ -166,35 +178,90 @@ class GatherPlans:
             plans = [plan for plan in plans if not isinstance(plan.transport, SmPush)]
         if self.why_unfused is None and GATHER.why_illegal(problem, None) is None:
             plans.append(GATHERED)
-        return [*plans, UNFUSED]
+            plan = self._to_kernel(problem)
+            plans += [] if plan is None else [plan]
+        streamed = self._streamed(problem)
+        return [*plans, *([] if streamed is None else [streamed]), UNFUSED]
 
     def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
         return self.kernels
 
     def likeness(self, plan: Plan) -> Hashable:
-        return plan.kernel is None
+        return plan.gathers_first, plan.kernel is None
 
     def instead_of(self, here: Here, row: Row) -> Found | None:
         if row.plan != UNFUSED or not row.agmm.startswith(_WITHOUT_GATHER):
             return None
         plan, us = self._unfused(here)
-        return Found(plan, "cost model", us) if plan == GATHERED else None
+        return Found(plan, "cost model", us) if plan != UNFUSED else None
 
     def _fastest(self, here: Here) -> tuple[Plan, float] | None:
         if here.fastest is None:
             here.fastest = (self._search.fastest(here.at),)
         return here.fastest[0]
 
+    def _streamed(self, problem: Problem) -> Plan | None:
+        is_asked = self.kernels and chooses_streamed(problem)
+        return streamed_plan(problem, self.kernels) if is_asked else None
+
     def _unfused(self, here: Here) -> tuple[Plan, float]:
-        """The faster of the plans with the library's matmul, and its time by the cost model."""
+        """The fastest of the plans with a matmul of all rows, and its time by the cost model."""
         problem = here.problem
         if here.unfused is None:
-            here.unfused = UNFUSED, cost_model.unfused_us(problem)
-            if GATHER.why_illegal(problem, None) is None:
-                gathered = GATHERED, cost_model.gathered_us(problem)
-                if rated_us(problem, *gathered) < rated_us(problem, *here.unfused):
-                    here.unfused = gathered
+            alone_us = cost_model.matmul_us(problem)
+            timed = [(UNFUSED, cost_model.unfused_us(problem, alone_us))]
+            is_gathered = GATHER.why_illegal(problem, None) is None
+            if is_gathered:
+                timed.append((GATHERED, cost_model.gathered_us(problem, None, alone_us)))
+            streamed = self._streamed(problem)
+            if streamed is not None:
+                timed.append((streamed, predict_us(problem, streamed) or 0.0))
+            rated = [rated_us(problem, *one) for one in timed]
+            least_us = min(rated)
+            own = self._faster_to_kernel(here, least_us) if is_gathered else None
+            here.unfused = own or timed[rated.index(least_us)]
         return here.unfused
+
+    def _faster_to_kernel(self, here: Here, least_us: float) -> tuple[Plan, float] | None:
+        """A gather before a kernel, and its time by the cost model, where it is rated as faster
+        than ``least_us`` and the fastest fused plan. It is looked for only where a kernel that
+        loses nothing to its tiles would be: to look takes as long as all else."""
+        problem, fastest = here.problem, self._fastest(here)
+        margin = cost_model.margin_of(problem, GATHERED_TO_KERNEL)
+        if margin is None or problem.epilogue != PLAIN:
+            return None
+        if fastest is not None:
+            least_us = min(least_us, rated_us(problem, *fastest))
+        gather_us = cost_model.before_kernel_us(problem)
+        most_us = least_us / margin - gather_us
+        known = self._behind_us
+        here_at = bisect_right(known, (problem.m, inf))
+        is_slower = here_at and known[here_at - 1][1] >= most_us  # more rows take no less
+        if is_slower or cost_model.least_behind_us(problem) >= most_us:
+            return None
+        found = self._search_behind(problem)
+        if found is None:
+            return None
+        if len(known) < _MOST_KNOWN:
+            known.insert(here_at, (problem.m, found[1]))
+        is_fastest = found[1] < most_us
+        return (Plan(GATHER, found[0].kernel), gather_us + found[1]) if is_fastest else None
+
+    def _to_kernel(self, problem: Problem) -> Plan | None:
+        """The plan of agmm's gather, which is legal, before the fastest kernel; None where there is
+        none, and where nobody has compared such plans with others: they are left to tables then."""
+        is_known = cost_model.margin_of(problem, GATHERED_TO_KERNEL) is not None
+        if problem.epilogue != PLAIN or not is_known:
+            return None
+        found = self._search_behind(problem)
+        return None if found is None else Plan(GATHER, found[0].kernel)
+
+    def _search_behind(self, problem: Problem) -> tuple[Plan, float] | None:
+        """The plan of the fastest kernel for all rows on one rank, and its time."""
+        multiplied = cost_model.behind_gather(problem)
+        if self._behind is None:
+            self._behind = Search(multiplied, self.kernels)
+        return self._behind.fastest(At(multiplied))
 
 
 class ScatterPlans:
@@ -202,10 +269,11 @@ class ScatterPlans:
 
     def __init__(self, problem: Problem, kernels_of: KernelsOf, _: Callable[[Problem], Plan]):
         self.kernels = kernels_of(problem.op, problem.format)
+        self._kernels_of, self._format = kernels_of, problem.format
 
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
-        plans = scatter_plans(problem, self.kernels)
+        plans = self.alternatives(problem)
         legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
         if not legal:
             raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
@@ -222,9 +290,15 @@ class ScatterPlans:
         return Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[Plan]:
-        return scatter_plans(problem, self.kernels)
+        plans = scatter_plans(problem, self.kernels)
+        if problem.gpu == CPU or not has_model(problem) or not chooses_streamed(problem):
+            return plans
+        streamed = streamed_plan(problem, self._kernels_of(ALL_GATHER_MATMUL, problem.format))
+        return plans if streamed is None else [streamed, *plans]
 
     def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        if plan.transport == STREAMED:
+            return self._kernels_of(ALL_GATHER_MATMUL, self._format)
         return self.kernels
 
     def likeness(self, plan: Plan) -> Hashable:
@@ -283,10 +357,13 @@ class AllReducePlans:
         gathers; None where there is none."""
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         plans = scatter_plans(of_scatter, self.of_scatter)
-        if not SCATTER.serves(problem) or not any(plan.kernel for plan in plans):
+        own = [plan for plan in plans if plan.kernel is not None]
+        if not SCATTER.serves(problem) or not own:
             return None
-        kernel = self._fused_plan(of_scatter).kernel
-        return None if kernel is None else Plan(SCATTER, kernel)
+        plan = self._fused_plan(of_scatter)
+        if plan.transport == STREAMED:  # which has no gather behind it
+            plan = min(own, key=lambda one: predict_us(of_scatter, one) or 0.0)
+        return None if plan.kernel is None else Plan(SCATTER, plan.kernel)
 
     def _lagged(self, problem: Problem) -> Plan | None:
         if not LAGGED.serves(problem):

@@ -15,7 +15,7 @@ from math import log
 from statistics import fmean
 
 from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans, rated_us
-from agmm.planning.plans import BY_LIBRARY, Plan, Row
+from agmm.planning.plans import Plan, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.problems import Problem
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
@@ -138,7 +138,7 @@ class Planner:
 
     def _find(self, problem: Problem, fused: bool) -> Found:
         learnt = self._learnt.get(problem)
-        if learnt is not None and not (fused and learnt.plan in BY_LIBRARY):
+        if learnt is not None and not (fused and learnt.plan.gathers_first):
             return Found(learnt.plan, "learnt while running", None, learnt)
         look = self._last
         if look is None or look.problem != problem:

@@ -23,4 +23,4 @@ def uncertainty(problem: Problem, plan: Plan) -> float | None:
     if not has_model(problem):
         return None
     of_op = cost_model.constants_for(problem).uncertainty.get(problem.op, {})
-    return of_op.get(plan.transport.family)
+    return of_op.get(plan.family)

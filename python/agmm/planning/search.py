@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
 from agmm.planning.cost_model import At, Load, Tiling
@@ -23,6 +24,13 @@ from agmm.planning.plans import Plan
 from agmm.planning.problems import MAX_COLUMN_CHUNKS, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_transports
 
+_WAITS = tuple(product((False, True), repeat=2))
+"""Whether a kernel's copies are pulled, and whether it can push."""
+_Known = tuple[Load, float, float]
+_FLOOR, _SPLITS, _LEAST = range(3)
+"""What is known of an entry of a search: a time that no call takes less than, of a kernel or of all
+its splits of K, or the least times."""
+
 
 class SplitKernel:
     """A kernel with its splits of K, for problems that differ in M alone."""
@@ -36,6 +44,7 @@ class SplitKernel:
         "is_pull",
         "is_swapped",
         "tiling",
+        "waits",
     )
 
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
@@ -53,6 +62,7 @@ class SplitKernel:
         self.can_push = (
             chooses_sm_push(problem) and SmPush(1, columns).why_illegal(problem, config) is None
         )
+        self.waits = _WAITS.index((self.is_pull, self.can_push))
         self._orders: dict[bool, KernelConfig] = {}
 
     def in_order(self, problem: Problem) -> KernelConfig:
@@ -102,52 +112,65 @@ class Search:
             if copy_transports(problem, kernel)
             for config in _with_fewest_splits(problem, kernel)
         ]
+        every = [
+            (MAX_SPLITS * i, of_kernel[0], of_kernel[0].tiling)
+            for i, of_kernel in enumerate(self._of_kernels)
+        ]
+        self._looked_at = {
+            True: every,
+            False: [one for one in every if not one[1].is_swapped],
+        }
+        """The kernels with their numbers in the order of plans, by whether swapped ones count."""
 
     def fastest(self, at: At) -> tuple[Plan, float] | None:
         """Return the fastest of the kernels' `usual_plans` by the cost model, the first of equals.
 
         Kernels are looked at in the order of the least time that they can take, and so are the
-        splits of a kernel's K; what cannot take less than the best found is not looked at.
+        splits of a kernel's K; what cannot take less than the best found is not looked at. Of each
+        a time that is found soon comes first, and a closer one where that rules nothing out.
         """
-        # Each entry has the least time, the number in the order of plans, the kernel, the load
-        # (None: of all splits), and the least times with copies and with SM push.
-        waiting: list[tuple[float, int, SplitKernel, Load | None, float, float]] = []
-        with_swapped = chooses_swapped(at.problem)
-        for i, of_kernel in enumerate(self._of_kernels):
-            kernel, number = of_kernel[0], MAX_SPLITS * i
-            if kernel.is_swapped and not with_swapped:
-                continue
-            load = at.load(kernel.tiling)
-            least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
-            waiting.append((least[0], number, kernel, load, least[1], least[2]))
-            if kernel.can_split and 2 * load.blocks <= kernel.tiling.workers:
-                load = at.least_split_load(kernel.tiling)
-                least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
-                waiting.append((least[0], number + 1, kernel, None, 0.0, 0.0))
+        # Each entry has the least time, the number in the order of plans, what is known, the
+        # kernel, and, where they are known, the load and the least times by copies and by SM push.
+        waiting: list[tuple[float, int, int, SplitKernel, _Known | None]] = []
+        floor_us, m = at.floor_us, at.problem.m
+        waits_us = [at.least_wait_us(*which) for which in _WAITS]
+        for number, kernel, tiling in self._looked_at[chooses_swapped(at.problem)]:
+            wait_us = waits_us[kernel.waits]
+            least_us = floor_us(tiling, wait_us)
+            waiting.append((least_us, number, _FLOOR, kernel, None))
+            if kernel.can_split and m <= tiling.most_rows_of_splits:
+                least_us = at.split_floor_us(tiling, wait_us)
+                waiting.append((least_us, number + 1, _SPLITS, kernel, None))
         heapify(waiting)
         best_us, best_number = inf, 0
         best: tuple[SplitKernel, SmPush | None] | None = None
         while waiting:
-            least_us, number, kernel, some_load, copied_us, pushed_us = heappop(waiting)
+            least_us, number, stage, kernel, known = heappop(waiting)
             limit_us = best_us * _PRUNING
             if least_us > limit_us:
                 break
-            if some_load is None:
+            if stage == _SPLITS:
                 for splits, kernel in self._splits(at, number // MAX_SPLITS):
-                    load = at.load(kernel.tiling)
-                    least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
-                    if least[0] <= limit_us:
+                    least_us = floor_us(kernel.tiling, waits_us[kernel.waits])
+                    if least_us <= limit_us:
                         of_splits = number + splits - 2
-                        heappush(waiting, (least[0], of_splits, kernel, load, least[1], least[2]))
+                        heappush(waiting, (least_us, of_splits, _FLOOR, kernel, None))
                 continue
+            if known is None:
+                load = at.load(kernel.tiling)
+                least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
+                if least[0] <= limit_us:
+                    heappush(waiting, (least[0], number, _LEAST, kernel, (load, *least[1:])))
+                continue
+            load, copied_us, pushed_us = known
             if kernel.can_push and pushed_us <= limit_us:
-                push = kernel.usual_push(at, some_load)
-                us = kernel.us(at, some_load, push)
+                push = kernel.usual_push(at, load)
+                us = kernel.us(at, load, push)
                 is_better = us < best_us or (us == best_us and 2 * number + 1 < best_number)
                 if is_better and push.why_wrongly_cut(at.problem.k) is None:
                     best_us, best_number, best = us, 2 * number + 1, (kernel, push)
             if copied_us <= best_us * _PRUNING:
-                us = kernel.us(at, some_load, kernel.copies)
+                us = kernel.us(at, load, kernel.copies)
                 if us < best_us or (us == best_us and 2 * number < best_number):
                     best_us, best_number, best = us, 2 * number, (kernel, None)
         if best is None:

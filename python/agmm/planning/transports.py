@@ -8,7 +8,6 @@ object for each `FusedGather` too (``src/transport/gather_transport.hpp``).
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from agmm.planning.problems import (
     MAX_PUSH_PARTS,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
-    NUMBER,
+    PLAIN,
     KernelConfig,
     Problem,
 )
@@ -98,9 +97,8 @@ class Transport(ABC):
 
 def _why_no_tiles_are_sent(problem: Problem) -> str | None:
     """The reason why a kernel cannot send its tiles to the other ranks, or None."""
-    if not 1 < problem.world_size <= MAX_PUSH_RANKS:
-        return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-    return None
+    found, most = problem.world_size, MAX_PUSH_RANKS
+    return None if 1 < found <= most else f"group: found {found} ranks, wanted 2 to {most}"
 
 
 class FusedGather(Transport):
@@ -236,21 +234,46 @@ class SmPush(FusedGather):
 
 @dataclass(frozen=True)
 class Gather(Transport):
-    """A kernel of agmm gathers A, and another launch its scales; the library multiplies them."""
+    """A kernel of agmm gathers A with its scales; then the library or another kernel multiplies."""
 
     name = "gather"
     ops = (ALL_GATHER_MATMUL,)
     kinds = _ANY_KIND
 
     def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
-        if kernel is not None:
-            return super().why_illegal(problem, kernel)
         if problem.gpu != CPU and not self.serves(problem):
             return f"plan: found gather of {problem.format}, wanted another transport"
         return cost_model.why_not_gathered(problem)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
-        return cost_model.gathered_us(problem)
+        return cost_model.gathered_us(problem, kernel)
+
+
+@dataclass(frozen=True)
+class Streamed(Transport):
+    """A streaming kernel multiplies few rows. Behind a gather by packets it reads its weight while
+    they are on their way; the sums that are scattered it sends itself."""
+
+    name = "streamed"
+    ops = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+    why_not_fp8 = "it is taken for bfloat16 and float16"
+
+    def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
+        if problem.gpu == CPU or kernel is None or not self.serves(problem):
+            return super().why_illegal(problem, kernel)
+        if not kernel.is_streaming or problem.epilogue != PLAIN:
+            return f"streamed: found {kernel.kernel}, wanted a streaming one without activation"
+        if not problem.peer_atomics:
+            return "streamed: found links without native atomics, wanted NVLink between all GPUs"
+        if problem.op == ALL_GATHER_MATMUL:
+            return cost_model.why_not_gathered(problem)
+        return cost_model.why_no_streamed_scatter(problem)
+
+    def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:
+        assert kernel is not None
+        if problem.op == ALL_GATHER_MATMUL:
+            return cost_model.streamed_gather_us(problem, kernel)
+        return cost_model.streamed_scatter_us(problem, kernel)
 
 
 @dataclass(frozen=True)
@@ -325,7 +348,7 @@ class Lagged(Transport):
         return None if kernel is None else cost_model.lagged_all_reduce_us(problem, kernel)
 
     def gain(self, world_size: int) -> float:
-        """Return 0.95 between 4 ranks, as six of eight calls on 4 H100 bear out; 0.9 is a guess."""
+        """Return 0.95 between 4 ranks, as six of eight calls on 4 H100 show; 0.9 is a guess."""
         return 0.95 if world_size == 4 else 0.9
 
 
@@ -351,35 +374,10 @@ class Scatter(Transport):
         return 0.97
 
 
-@dataclass(frozen=True)
-class Unknown(Transport):
-    """A transport of another version's table. No plan with it is legal."""
-
-    text: str
-
-    @property
-    def name(self) -> str:
-        return self.text
-
-
 PUSH, PULL = Push(), Pull()
 GATHER, BACKEND, TORCH = Gather(), Backend(), Torch()
 LAGGED, SCATTER = Lagged(), Scatter()
-PORTABLE = Portable()
-
-_BY_NAME: dict[str, Transport] = {
-    one.name: one for one in (PUSH, PULL, GATHER, BACKEND, TORCH, LAGGED, SCATTER, PORTABLE)
-}
-_SM_PUSH_NAME = re.compile(rf"sm({NUMBER})x([1-9][0-9]{{0,8}})(?:\+({NUMBER})|h({NUMBER}))?")
-
-
-def parse(name: str) -> Transport:
-    """The transport of that `Transport.name`; an `Unknown` one for every other string."""
-    known = _BY_NAME.get(name)
-    if known is not None:
-        return known
-    found = _SM_PUSH_NAME.fullmatch(name)
-    return Unknown(name) if found is None else SmPush(*(int(text or 0) for text in found.groups()))
+PORTABLE, STREAMED = Portable(), Streamed()
 
 
 def copy_transports(

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from agmm.planning.cost_model import At
-from agmm.planning.heuristics import scatter_order, usual_all_reduce_order
+from agmm.planning.cost_model import At, behind_gather
+from agmm.planning.heuristics import scatter_order, usual_all_reduce_order, usual_order
 from agmm.planning.legality import (
     built_as,
     splits_that_fit,
     why_illegal,
 )
-from agmm.planning.plans import BY_LIBRARY, GATHERED, Plan, Row
+from agmm.planning.plans import BEHIND_GATHER, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.problems import ALL_GATHER_MATMUL, MAX_CLUSTER_SPLITS, KernelConfig, Problem
 from agmm.planning.search import SplitKernel
-from agmm.planning.transports import LAGGED, FusedGather, SmPush
+from agmm.planning.transports import GATHER, LAGGED, FusedGather, SmPush
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
@@ -94,7 +94,9 @@ class GatherRow(TunedRow):
         plan = row.plan
         self.push = plan.transport if isinstance(plan.transport, SmPush) else None
         self.kernel: SplitKernel | None = None
-        if plan.kernel is not None and has_model(problem) and _is_buildable(plan.kernel, kernels):
+        """The kernel of a fused plan."""
+        is_fused = isinstance(plan.transport, FusedGather) and has_model(problem)
+        if is_fused and plan.kernel is not None and _is_buildable(plan.kernel, kernels):
             self.kernel = SplitKernel(problem, plan.kernel)
         # Only splits, and CTAs of their own that push, may be legal for some M.
         plain, self._built = plan, None
@@ -114,8 +116,8 @@ class GatherRow(TunedRow):
 
     def is_legal(self, at: At) -> bool:
         kernel, built = self.kernel, self._built
-        if self.row.plan == GATHERED:
-            return self.row.plan.transport.why_illegal(at.problem, None) is None
+        if self.row.plan.transport in BEHIND_GATHER:  # which few rows have
+            return super().is_legal(at)
         if not self._is_legal or kernel is None or built is None:
             return self._is_legal
         k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
@@ -133,6 +135,9 @@ class GatherRow(TunedRow):
         them: these are cut anew."""
         plan, kernel = self.row.plan, self.kernel
         if kernel is None:
+            if plan.transport == GATHER and plan.kernel is not None:
+                order = usual_order(behind_gather(at.problem), plan.kernel)
+                plan = replace(plan, kernel=order)
             us = predict_us(at.problem, plan)
             assert us is not None  # rows are rated where there is a model
             return plan, us
@@ -183,7 +188,7 @@ class TunedRows:
     def usable(self, at: At, m: int, fused: bool) -> TunedRow | None:
         """The row of that M which may serve, without the unfused plan where ``fused``."""
         for row in self._rows.get(m, ()):
-            if not (fused and row.row.plan in BY_LIBRARY) and row.is_legal(at):
+            if not (fused and row.row.plan.gathers_first) and row.is_legal(at):
                 return row
         return None
 

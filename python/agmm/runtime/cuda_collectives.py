@@ -237,14 +237,47 @@ class CollectivesWorkspace(SymmetricWorkspace):
         method: _core.CollectiveMethod,
         problem: _core.MatmulProblem,
         addresses: tuple[int, ...],
+        eps: float = 0.0,
+        *,
+        of_blocks: bool = False,
     ) -> None:
         """Enqueue a matmul of few rows and its all-reduce as one kernel on the current stream.
         Collective. ``method`` is "one_shot" or "two_shot"; ``addresses`` are those of A, B, the
-        bias, the residual and the result."""
+        bias, the residual, the result, a norm's weight, the normed rows and their scales, 0 where
+        there is none. ``of_blocks``: a scale is that of 128 columns, not of a row."""
         with self.lock:
             self.known.calls += 1
             stream = stream_of(self.device)
-            enqueue(self, SLOT_BYTES, "streamed_all_reduce", method, problem, addresses, stream)
+            given = method, problem, addresses, stream, eps, of_blocks
+            enqueue(self, SLOT_BYTES, "streamed_all_reduce", *given)
+
+    def streamed_reduce_scatter(
+        self, problem: _core.MatmulProblem, addresses: tuple[int, ...], *, is_average: bool
+    ) -> None:
+        """Enqueue a matmul of few rows and its reduce-scatter as one kernel on the current stream.
+        Collective. ``addresses`` are those of A, B, the bias, the residual and the result."""
+        with self.lock:
+            self.known.calls += 1
+            given = problem, addresses, is_average, stream_of(self.device)
+            enqueue(self, SLOT_BYTES, "streamed_reduce_scatter", *given)
+
+    def gathered_matmul(
+        self,
+        method: _core.CollectiveMethod,
+        problem: _core.MatmulProblem,
+        addresses: tuple[int, ...],
+        nbytes: int,
+    ) -> None:
+        """Enqueue an all-gather of so many bytes of each rank on the current stream, and the
+        product of the gathered rows by a streaming kernel, which reads its weight meanwhile.
+        Collective. ``addresses`` are those of the shard, the gathered rows, B, the bias and the
+        product."""
+        with self.lock:
+            self.known.calls += 1
+            if method == _core.CollectiveMethod.relayed:
+                self._know_relays()
+            given = method, problem, addresses, nbytes, stream_of(self.device)
+            enqueue(self, SLOT_BYTES, "gathered_matmul", *given)
 
     def _know_relays(self) -> None:
         core = self.buffers_of(SLOT_BYTES).core

@@ -105,27 +105,12 @@ struct AsyncInputMainloop : Base {
                           typename Base::MainloopPipeline>;
 
   /// Block scales are the mainloop's, not the epilogue's.
-  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
-  static_assert(!kScalesBlocks ||
-                    (!kSwapped && !kSplits && cute::size(typename Base::TiledMma{}) == 256),
-                "the warps of cooperative kernels have scales of their own");
-
-  using SumsLayout = typename decltype(cute::partition_fragment_C(
-      typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;
-  using ScalesOfBlocks =
-      BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
-                  2 * cute::size<0>(SumsLayout{}),
-                  cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarpGroup,
-                  kAccumulation == Accumulation::Block1x128, Policy::kColumnsPerOut == 2>;
-
-  struct NoBlockScales {};
-  struct BlockScaleStorage {
-    TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
-    typename ScalesOfBlocks::Held
-        scales[cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarp];
-  };
-  struct TensorStorage : Base::TensorStorage,
-                         cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
+  using Scaling = MainloopScales<Base, kAccumulation, Policy::kColumnsPerOut == 2>;
+  static constexpr bool kScalesBlocks = Scaling::kScalesBlocks;
+  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
+  using SumsLayout = typename Scaling::SumsLayout;
+  using ScalesOfBlocks = typename Scaling::Scales;
+  struct TensorStorage : Base::TensorStorage, Scaling::Storage {
     FirstItem first_item;
     uint32_t seen;         // signals: see ChunkGate
     TileStart first_tile;  // where splits of K are a cluster's

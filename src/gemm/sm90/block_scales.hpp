@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "agmm/problem.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "gemm/sm90/wgmma.hpp"
@@ -241,6 +242,28 @@ class BlockScales {
   float of_b_ = 0;
   float factor_[kFactors];
   float near_ = 0;
+};
+
+/// The block scales of a mainloop that is made of the collective `Base`.
+template <class Base, Accumulation kAccumulation, bool kIsGated = false>
+struct MainloopScales {
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static constexpr int kThreads = cute::size(typename Base::TiledMma{});
+  static_assert(!kScalesBlocks || kThreads == 256,
+                "the warps of cooperative kernels have scales of their own");
+  using SumsLayout = typename decltype(cute::partition_fragment_C(
+      typename Base::TiledMma{}, cute::take<0, 2>(typename Base::TileShape{})))::layout_type;
+  using Scales =
+      BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
+                  2 * cute::size<0>(SumsLayout{}), kThreads / cutlass::NumThreadsPerWarpGroup,
+                  kAccumulation == Accumulation::Block1x128, kIsGated>;
+  struct None {};
+  struct InSharedMemory {
+    TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
+    typename Scales::Held scales[kThreads / cutlass::NumThreadsPerWarp];
+  };
+  /// A base of the mainloop's shared memory.
+  using Storage = cute::conditional_t<kScalesBlocks, InSharedMemory, None>;
 };
 
 }  // namespace agmm

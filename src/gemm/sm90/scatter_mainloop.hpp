@@ -27,29 +27,16 @@ struct ScatterMainloop : Base {
 
   /// Block scales are the mainloop's, not the epilogue's. They are this rank's own, and there
   /// before the kernel starts.
-  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
-  static_assert(!kScalesBlocks || (!kSplits && cute::size(typename Base::TiledMma{}) == 256),
-                "the warps of cooperative kernels have scales of their own");
-  using SumsLayout = typename decltype(cute::partition_fragment_C(
-      typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;
-  using ScalesOfBlocks =
-      BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
-                  2 * cute::size<0>(SumsLayout{}),
-                  cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarpGroup,
-                  kAccumulation == Accumulation::Block1x128>;
-  struct NoBlockScales {};
-  struct BlockScaleStorage {
-    TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
-    typename ScalesOfBlocks::Held
-        scales[cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarp];
-  };
-  struct TensorStorage : Base::TensorStorage,
-                         cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {};
+  using Scaling = MainloopScales<Base, kAccumulation>;
+  static constexpr bool kScalesBlocks = Scaling::kScalesBlocks;
+  static_assert(!kScalesBlocks || !kSplits);
+  using ScalesOfBlocks = typename Scaling::Scales;
+  struct TensorStorage : Base::TensorStorage, Scaling::Storage {};
   /// The scales of the only product.
   struct BlockScaleParams {
     BlockScaleArgs block_scales;
   };
-  using ScaleParams = cute::conditional_t<kScalesBlocks, BlockScaleParams, NoBlockScales>;
+  using ScaleParams = cute::conditional_t<kScalesBlocks, BlockScaleParams, typename Scaling::None>;
 
   /// A_i is [rows, k], all with the same rows, B_i [k, n].
   struct Product {

@@ -165,13 +165,16 @@ struct StreamingInstance {
     // Clusters that may not lie side by side wait for room, so none is left out.
     int32_t const at_once = clusters_at_once(mm.sm_count, params.cluster_ctas());
     params.clusters = streaming_clusters(params.blocks, max_of(1, at_once));
-    params.starts_early = call.starts_early;
-    params.weight_is_ahead = call.weight_is_ahead;
-    params.lets_next_start = call.weight_is_ahead && arrival.signals == nullptr && !kSums;
+    params.starts_early = call.starts_early || call.is_behind_gather;
+    params.weight_is_ahead = call.weight_is_ahead || call.is_behind_gather;
+    bool const awaits_peers = arrival.signals != nullptr || kSums || call.is_behind_gather;
+    params.lets_next_start = call.weight_is_ahead && !awaits_peers;
     if constexpr (kSums) {
       if (!call.exchange.is_there()) return "found no ranks to sum over";
-      params.sink = {call.exchange.args, static_cast<Element const*>(call.exchange.residual),
-                     call.exchange.is_shared};
+      StreamedExchange const& sum = call.exchange;
+      params.sink = {sum.args,       static_cast<Element const*>(sum.residual),
+                     sum.is_shared,  sum.is_scattered,
+                     sum.owned_rows, sum.norm};
     }
     return describe_a(params, p, operands) ? nullptr : kRefused;
   }

@@ -49,7 +49,11 @@
 //   - the warps that multiply do before they read the bias and write out;
 //   - warp 4 does before it loads B, but where Params::weight_is_ahead. Then the caller has
 //     promised that no kernel writes B which may still run when this one starts: neither the kernel
-//     ahead, nor, where that one lets this one start before its own wait, those before it.
+//     ahead, nor, where that one lets this one start before its own wait, those before it. Of a
+//     kernel behind the op's own gather (CallSpec::is_behind_gather) this holds without a promise:
+//     the gather writes A alone, and starts when all before it have ended. It lets this one start
+//     when all of its own CTAs have, so none of them is in want of a place; what it awaits is sent
+//     by other GPUs, as with every kernel that awaits signals on all multiprocessors.
 // Every CTA has these warps, and each takes its wait on every path; so a kernel behind this one
 // that waits for its end finds the kernels ahead of it ended too. Where nothing here is awaited
 // from other kernels but the one ahead, CTAs of the next kernel may take the places that this one
@@ -87,12 +91,6 @@
 #include "testing/stress_delay.hpp"
 
 namespace agmm {
-
-/// Lets the kernel behind this one in the stream start its CTAs, where it may be launched
-/// programmatically, once all CTAs of this one have called it or ended.
-CUTLASS_DEVICE void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 
 /// What stands in place of parameters that a kernel has no use for.
 struct NoParams {};
@@ -161,9 +159,12 @@ struct StreamingKernel {
     uint64_t empty[kStages];
     uint64_t sums_full;
     uint64_t sums_empty;
-    uint32_t seen;  // of ChunkGate
+    uint32_t seen;    // of ChunkGate
+    int32_t claimed;  // of NormedRows
   };
   static_assert(sizeof(Shared) <= kSharedBytes);
+  static_assert(!Sink::kSends ||
+                streamed_norm_bytes(kMaxStreamedNormColumns) <= kStages * kWeightBytes);
   /// With a gate a tile has columns of two weights, of each as many.
   static constexpr int kHalves = Policy::kColumnsPerOut;
   static constexpr bool kIsGated = kHalves == 2;
@@ -590,6 +591,7 @@ struct StreamingKernel {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(&shared.sums_full);
       }
+      if constexpr (Sink::kSends) sink.look();
       mbarrier_wait_in_cluster(&shared.sums_full, parity);
       if constexpr (Sink::kSends) {
         sink.send(shared, place, tile);
@@ -599,7 +601,7 @@ struct StreamingKernel {
       if (block + params.clusters < params.blocks) say_sums_are_read(params, shared, place);
       parity ^= 1;
     }
-    if constexpr (Sink::kSends) sink.take(place);
+    if constexpr (Sink::kSends) sink.take(shared, place);
   }
 
   /// The rows of a tile that this CTA owns.

@@ -11,16 +11,27 @@ its times here are those of its gathers and scatters beside a matmul (`Constants
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal
 
 from agmm import _core
 from agmm.planning import formats
+from agmm.planning.cost_model.gather import fused_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants, constants_for
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
-from agmm.planning.cost_model.matmul import behind_us, is_b_in_l2, matmul_us
-from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.cost_model.matmul import (
+    arithmetic_us,
+    behind_us,
+    is_b_in_l2,
+    matmul_memory_us,
+    matmul_us,
+    roof_us,
+    roofline_us,
+)
+from agmm.planning.cost_model.streaming import Stream
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
@@ -107,11 +118,72 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
     return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
 
 
-def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul, for
-    which the library's time stands."""
+def gathered_us(
+    problem: Problem, kernel: KernelConfig | None = None, alone_us: float | None = None
+) -> float:
+    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul: by
+    ``kernel``, or by the library, whose time is ``alone_us`` where it is known; of fp8 by a kernel
+    that is not named, whose time is taken to be the roof."""
+    if kernel is not None:
+        return before_kernel_us(problem) + fused_us(behind_gather(problem), kernel)
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
-    return gather_us + matmul_us(problem) + behind_us(problem)
+    if formats.of(problem.format).kind == formats.FP8:
+        alone_us = roof_us(problem)
+    elif alone_us is None:
+        alone_us = matmul_us(problem)
+    return gather_us + alone_us + behind_us(problem)
+
+
+def before_kernel_us(problem: Problem) -> float:
+    """Predicted time in µs of A gathered by agmm's kernel before another one begins."""
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    return gather_us + constants_for(problem).call_us
+
+
+def least_behind_us(problem: Problem) -> float:
+    """The least time in µs of a kernel behind a gather, which reaches the rates of the library and
+    loses nothing to its tiles."""
+    us = roofline_us(arithmetic_us(problem), matmul_memory_us(problem))
+    return constants_for(problem).launch_us + us
+
+
+def behind_gather(problem: Problem) -> Problem:
+    """The product of all rows that follows a gather, as that of one rank."""
+    return replace(problem, world_size=1, return_A=False)
+
+
+def streamed_gather_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of A gathered by agmm's kernel, then the matmul by a streaming kernel
+    that starts with it: that of the stream, or of the gather and what is left to read behind it."""
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    stream_us, left_us = Stream(problem, kernel).us(problem)
+    return max(stream_us, gather_us + left_us) + behind_us(problem)
+
+
+def streamed_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of a streaming kernel that sends its sums: of the stream, one trip of
+    packets, and the links for what a rank sends."""
+    alone = replace(problem, world_size=1)
+    stream_us, _ = Stream(alone, kernel).us(alone)
+    sent = problem.m * problem.n * ELEMENT_BYTES * (problem.world_size - 1) / problem.world_size
+    return stream_us + TRIP_US + sent / PACKET_SHARE / (SENT_GB_PER_S * 1e3)
+
+
+def why_no_streamed_scatter(problem: Problem) -> str | None:
+    """The reason why a streaming kernel cannot send the sums of a matmul + reduce-scatter, or
+    None."""
+    w, rows = problem.world_size, problem.m
+    if not 1 < w <= MOST_RANKS:
+        return f"streamed: found {w} ranks, wanted 2 to {MOST_RANKS}"
+    if rows % w != 0:
+        return f"streamed: found {rows} rows, wanted a multiple of {w} ranks"
+    one_shot = _core.CollectiveMethod.one_shot
+    if not _core.streams_sum(one_shot, rows, problem.n, 0, w, True):
+        return (
+            f"streamed: found {rows} rows, of whose sum with {problem.n} columns a slot does not "
+            "have room for the packets, wanted fewer"
+        )
+    return None
 
 
 def gathered_bytes(problem: Problem) -> int:
@@ -154,7 +226,7 @@ def gathered_margin(problem: Problem) -> float:
 
 def margin_name(problem: Problem, family: str) -> str:
     """The name that ``choice_margins`` has for plans with transports of a family."""
-    if family == "gather":
+    if family.startswith("gather"):
         is_large = gathered_bytes(problem) > STEADY_GATHER_BYTES
     else:
         scatters = family == "unfused" and problem.op == MATMUL_REDUCE_SCATTER
@@ -167,6 +239,12 @@ def choice_margin(problem: Problem, family: str) -> float | None:
     fitted for the op."""
     fitted = constants_for(problem).choice_margins.get(problem.op)
     return None if fitted is None else fitted.get(margin_name(problem, family), 1.0)
+
+
+def margin_of(problem: Problem, family: str) -> float | None:
+    """The factor that ``choice_margins`` has for just these plans, or None."""
+    fitted = constants_for(problem).choice_margins.get(problem.op, {})
+    return fitted.get(margin_name(problem, family))
 
 
 def why_not_gathered(problem: Problem) -> str | None:

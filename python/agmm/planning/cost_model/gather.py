@@ -32,6 +32,7 @@ class At:
     __slots__ = (
         "_arrivals",
         "_before",
+        "_fourths",
         "_least_disturbance_us",
         "_least_sent_us",
         "_memory_us",
@@ -66,6 +67,8 @@ class At:
         self._arrivals: dict[bool, list[float]] = {}
         self._before: dict[int, list[int]] = {}
         self._memory_us: dict[int, float] = {}
+        self._fourths: list[float] = []
+        """The fourth powers of `gathering_us`, by the readings of B."""
 
     def arrivals_us(self, is_pull: bool) -> list[float]:
         """The arrival of each chunk by ring position; see the function `arrival_us`."""
@@ -145,6 +148,52 @@ class At:
         busy_us = tile_us * waves
         lost_us = lost_clock_us(c, busy_us, t.schedule)
         return Load(tile_us, blocks, waves, memory_us, lost_us)
+
+    def least_wait_us(self, is_pull: bool, can_push: bool) -> float:
+        """The least time after which the last tile of a call begins, whatever the kernel."""
+        copied_us = self.arrivals_us(is_pull)[-1]
+        pushed_us = self.c.sm_push_us + self._least_disturbance_us
+        return min(copied_us, pushed_us) if can_push else copied_us
+
+    def floor_us(self, t: Tiling, wait_us: float) -> float:
+        """A time that no call takes less than, which is found sooner than `least_us`, and is
+        further from what calls take.
+
+        Args:
+            wait_us: `least_wait_us` of the kernel.
+        """
+        c, stream = self.c, t.stream
+        if stream is not None:
+            return c.launch_us + roofline_us(
+                wait_us + c.streaming_us, stream.least_us(self.problem)
+            )
+        if not self._fourths:
+            readings = range(1, self.world_size + 1)
+            self._fourths = [self.gathering_us(1 if self.b_in_l2 else n) ** 4 for n in readings]
+        rows_of_blocks = -(-self.problem.m // t.block_rows)
+        blocks, workers = rows_of_blocks * t.blocks_in_row, t.workers
+        busy_us = t.busy_us
+        if blocks <= workers:
+            busy_us = busy_us * (1 - c.idle_gain * (1 - blocks / workers)) + t.fixed_us + t.split_us
+            us = wait_us + busy_us
+        else:
+            waves = -(-blocks // workers)
+            tile_us = busy_us + t.fixed_us + t.split_us
+            busy_us = tile_us * waves - t.hidden_us * (waves - 1)
+            last_us = wait_us + tile_us - t.hidden_us
+            us = busy_us if busy_us > last_us else last_us
+        least_us = c.launch_us + c.call_us
+        if busy_us > c.steady_clock_us:
+            least_us += lost_clock_us(c, busy_us, t.schedule)
+        of_memory = self._fourths[0 if t.across else min(self.world_size, rows_of_blocks) - 1]
+        return least_us + float((us**4 + of_memory) ** 0.25)
+
+    def split_floor_us(self, t: Tiling, wait_us: float) -> float:
+        """`floor_us` of K in any number of splits above one. ``t`` is that of the kernel without
+        splits."""
+        c = self.c
+        memory_us = self.gathering_us(1)
+        return c.launch_us + c.call_us + roofline_us(wait_us + t.least_split_us, memory_us)
 
     def least_us(
         self, t: Tiling, load: Load, is_pull: bool, can_push: bool

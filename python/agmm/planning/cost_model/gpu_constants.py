@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,6 +141,12 @@ class Constants:
     sources: str
     matmul_rate_factor: float = 1.0
     """The rate of the library's matmul of these operands, as a multiple of ``matmul_tflops``."""
+    library: dict[str, float] = field(default_factory=dict)
+    """The constants of the library's matmul by tiles, as `library_matmul.tiled_us` takes them, its
+    latency and rate of memory, and the factor of `library_matmul.is_badly_chosen`; empty where only
+    ``matmul_tflops`` and its like are known."""
+    library_tiles: Sequence[tuple[int, int]] = ()
+    """The rows and columns of the library's tiles by which these were fitted."""
     formats: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The constants that differ for operands of other kinds than `formats.BITS_16`, by
     `Format.kind`."""
@@ -175,11 +181,19 @@ class Constants:
     than the tiles; larger ones take longer."""
     sends_scales: bool = False
     """Whether SM push of rows with scales was timed; else tables alone choose it."""
+    streams_exchanges: bool = False
+    """Whether gathers and scatters beside a streaming kernel were timed; else they are taken by
+    calls that name them alone."""
     sm_push_cta_us: float = 0.0
     """The additional time until an SM push has arrived where CTAs of their own send."""
     uncertainty: dict[str, dict[str, float]] = field(default_factory=dict)
-    """How far off predictions are, as a share of them, by op and by `Transport.family`: of nine in
+    """How far off predictions are, as a share of them, by op and by `Plan.family`: of nine in
     ten calls that nothing was fitted to, at most so much."""
+
+    @cached_property
+    def library_rates(self) -> dict[float, list[tuple[int, int, float]]]:
+        """What `library_matmul` has worked out of these constants, by the bytes of an element."""
+        return {}
 
     def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
         """The value of a constant that is given by kernel for this one, or ``other``."""

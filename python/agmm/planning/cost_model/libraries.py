@@ -38,9 +38,11 @@ def library_all_gather_us(c: Constants, received: float) -> float:
     return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
 
 
-def unfused_us(problem: Problem) -> float:
-    """Predicted time of all-gather, then matmul, in µs, and of an activation behind it."""
-    return all_gather_us(problem) + matmul_us(problem) + behind_us(problem)
+def unfused_us(problem: Problem, alone_us: float | None = None) -> float:
+    """Predicted time of all-gather, then matmul, in µs, and of an activation behind it.
+    ``alone_us`` is the matmul's where it is known."""
+    us = matmul_us(problem) if alone_us is None else alone_us
+    return all_gather_us(problem) + us + behind_us(problem)
 
 
 def _scattered_bytes(problem: Problem) -> float:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
+from agmm.planning.cost_model.library_matmul import is_badly_chosen, tiled_us
 from agmm.planning.cost_model.streaming import Stream
 from agmm.planning.problems import PLAIN, KernelConfig, Problem
 
@@ -32,6 +33,7 @@ class Tiling:
         "fixed_us",
         "hidden_us",
         "least_split_us",
+        "most_rows_of_splits",
         "schedule",
         "split_us",
         "stream",
@@ -51,6 +53,8 @@ class Tiling:
         together = config.splits if config.splits_in_cluster else 1
         self.workers = max(1, clusters_at_once(sms, self.ctas * together)) * together
         """The number of clusters that are computed at once."""
+        self.most_rows_of_splits = self.workers // (2 * self.blocks_in_row) * self.block_rows
+        """The most rows of A whose clusters are computed at once with K in twice as many splits."""
         self.schedule = config.schedule
         self.stream: Stream | None = None
         """What a streaming kernel reads; it has no times of tiles."""
@@ -155,5 +159,23 @@ def behind_us(problem: Problem) -> float:
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants_for(problem)
-    us = roofline_us(arithmetic_us(problem), c.matmul_latency_us + matmul_memory_us(problem))
+    if not c.library:
+        return roof_us(problem)
+    element_bytes = formats.of(problem.format).element_bytes
+    busy_us = tiled_us(c, (problem.m, problem.n, problem.k), element_bytes)
+    if is_badly_chosen(problem.m) and not is_b_in_l2(problem):
+        busy_us *= c.library["badly_chosen_factor"]
+    read_us = matmul_memory_us(problem) * c.matmul_gb_per_s / c.library["gb_per_s"]
+    return _launched_us(c, busy_us, c.library["latency_us"] + read_us)
+
+
+def roof_us(problem: Problem) -> float:
+    """Predicted time in µs of a matmul that loses nothing to its tiles."""
+    c = constants_for(problem)
+    memory_us = c.matmul_latency_us + matmul_memory_us(problem)
+    return _launched_us(c, arithmetic_us(problem), memory_us)
+
+
+def _launched_us(c: Constants, busy_us: float, memory_us: float) -> float:
+    us = roofline_us(busy_us, memory_us)
     return c.launch_us + us + lost_clock_us(c, us, "library")

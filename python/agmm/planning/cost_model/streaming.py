@@ -25,6 +25,12 @@ class Stream:
         sms = problem.sm_count or self._c.sm_count
         self._clusters_at_once = max(1, _core.clusters_at_once(sms, self._ctas))
 
+    def least_us(self, problem: Problem) -> float:
+        """The time in which memory gives B, below which no number of rows takes."""
+        c = self._c
+        weight_bytes = problem.n * problem.k * formats.of(problem.format).element_bytes
+        return c.streaming_us + 1e-3 * weight_bytes / c.streaming_gb_per_s
+
     def us(self, problem: Problem) -> tuple[float, float]:
         """The time of the kernel without its launch, and what is left of it once A has come, late
         as it may be: the longest of what memory, L2 and one multiprocessor take for their bytes."""

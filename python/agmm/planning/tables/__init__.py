@@ -30,7 +30,7 @@ from agmm.planning.problems import (
     KernelConfig,
     Problem,
 )
-from agmm.planning.transports import parse
+from agmm.planning.transport_names import parse
 
 SCHEMA = 5
 _PLAIN = {"epilogue": PLAIN}
