@@ -16,7 +16,8 @@ from row_route_work import CASES, LARGEST, Case
 from agmm.runtime import capabilities
 
 pytestmark = pytest.mark.skipif(
-    capabilities.why_not(capabilities.ROUTING, torch.device("cuda", 0)) is not None,
+    not torch.cuda.is_available()
+    or capabilities.why_not(capabilities.ROUTING, torch.device("cuda", 0)) is not None,
     reason="found no kernel of routing for this GPU",
 )
 
