@@ -24,7 +24,7 @@ class Case(NamedTuple):
     tokens: int
     k: int
     experts: int
-    """Those of all ranks."""
+    """How many there are on all ranks."""
     ranks: int = 1
     spread: str = "even"
     """Which experts the tokens want: "even", "zipf", or "one", which all of them want."""
@@ -64,7 +64,7 @@ CASES = [
     *[Case(77, 8, 64, 2, room=room) for room in (1000, -600)],
     *[Case(4000, 8, 64, 2, room=room) for room in (700, -31000)],
 ]
-"""The ids whose order is compared, of 8 bytes."""
+"""The ids whose order is compared."""
 LARGEST = Case(16385, 8, 128, 4)
 """One choice of each token more than the kernel takes of 16,384."""
 
