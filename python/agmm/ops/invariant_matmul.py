@@ -100,7 +100,6 @@ def _on_cuda(A: torch.Tensor, B: torch.Tensor, bias: _Maybe) -> torch.Tensor:
     return out if bias is None else out.add_(bias)
 
 
-@torch.no_grad()
 def _impl(A: torch.Tensor, B: torch.Tensor, bias: _Maybe) -> torch.Tensor:
     reason = why_not_invariant(A)
     if reason is not None:
