@@ -480,8 +480,8 @@ OF_FP8: list[tuple[str, dict[str, Any], str]] = [
     ("silu_mul", {"result_scale": torch.ones(1)}, "result_scale: found one, wanted None: the ker"),
     (
         "silu_mul",
-        {"config": KernelConfig.parse("128x224x128_2x1_cooperative")},
-        "config: found 128x224x128_2x1_cooperative with activation 'silu_mul', wanted one of 128x2",
+        {"config": KernelConfig.parse("256x160x128_1x1_cooperative")},
+        "config: found 256x160x128_1x1_cooperative with activation 'silu_mul', wanted one of 128x2",
     ),
 ]
 

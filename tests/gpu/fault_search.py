@@ -88,22 +88,28 @@ SEARCHES: dict[str, Run] = {
 }
 
 
-def in_a_process(name: str) -> str:
-    """What the search of this name found, and within how many calls; raises AssertionError where
-    it found nothing, or ended otherwise."""
-    done = subprocess.run(
-        [sys.executable, __file__, name],
+def run_program(*arguments: str, limit_s: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """A Python program that has run with this process's modules, all of its kernels loaded before
+    any runs, and ``limit_s`` for each of its waits."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         env={
             **os.environ,
-            "AGMM_TIMEOUT_S": LIMIT_S,
+            "AGMM_TIMEOUT_S": limit_s,
             "CUDA_MODULE_LOADING": "EAGER",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,
         text=True,
-        timeout=SEARCH_S + 60,
+        timeout=seconds,
         check=False,
     )
+
+
+def in_a_process(name: str) -> str:
+    """What the search of this name found, and within how many calls; raises AssertionError where
+    it found nothing, or ended otherwise."""
+    done = run_program(__file__, name, limit_s=LIMIT_S, seconds=SEARCH_S + 60)
     assert done.returncode == WRONG, f"exit code {done.returncode}: {done.stderr[-2000:]}"
     return done.stdout.strip()
 

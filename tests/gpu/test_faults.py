@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import fault_search
@@ -15,7 +12,7 @@ import scatter_stand_in
 import streamed_sum_work
 import stress_work
 from at_hand import GPUS, RANKS, needs_two
-from fault_search import SEARCH_S, search
+from fault_search import SEARCH_S, run_program, search
 
 from agmm import _core
 from agmm.runtime import kernels
@@ -82,19 +79,8 @@ def _in_ranks(
 
 
 def _on_one_gpu(batch: int, calls: int) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, scatter_stand_in.__file__, "stress", str(batch), str(calls)],
-        env={
-            **os.environ,
-            "AGMM_TIMEOUT_S": WAIT_S,
-            "CUDA_MODULE_LOADING": "EAGER",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=SEARCH_S,
-        check=False,
-    )
+    stress = scatter_stand_in.__file__, "stress", str(batch), str(calls)
+    done = run_program(*stress, limit_s=WAIT_S, seconds=SEARCH_S)
     if done.returncode == 0:
         return []
     is_found = done.returncode == scatter_stand_in.WRONG

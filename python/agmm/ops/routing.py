@@ -165,7 +165,8 @@ def rows_of(ids: torch.Tensor, first: int, experts: int, capacity: int) -> _Foun
     offsets = torch.searchsorted(keys, wanted, out_int32=True)
     numbers = torch.arange(count, device=device, dtype=torch.int32)
     rows = torch.empty_like(numbers).scatter_(0, order, numbers)
-    positions = torch.where(is_here, rows, -1).view(ids.shape)
+    # None of the results is a view of another tensor.
+    positions = torch.where(is_here.view(ids.shape), rows.view(ids.shape), -1)
     sources = torch.where(numbers < offsets[-1], order.to(torch.int32), 0)
     if capacity > count:
         sources = torch.nn.functional.pad(sources, (0, capacity - count))

@@ -174,6 +174,7 @@ void layouts() {
       take(layout.signals(slot), CollectiveLayout::kSteps * std::size_t(w) * layout.blocks() * 4);
     }
     take(layout.turns(), agmm::kMaxExchangeCtas * 4);
+    take(layout.counters(), agmm::kNormCounters * 4);
     std::size_t last = 0;
     for (auto const& [begin, end] : ends) {
       check(begin >= last, "two overlap with " + std::to_string(w) + " ranks");
