@@ -77,8 +77,9 @@ LEARN: Final = Variable(
 BATCH_INVARIANT: Final = Variable(
     "AGMM_BATCH_INVARIANT",
     "off",
-    "on: ops that take `batch_invariant=` compute the bits of a row independently of how many "
-    "other rows there are, where a call does not say otherwise; the same on all ranks",
+    "on: ops that take `batch_invariant=`, and column-wise linears for decoding, compute the bits "
+    "of a row independently of how many other rows there are, where a call does not say otherwise; "
+    "the same on all ranks",
 )
 MESSAGES: Final = Variable(
     "AGMM_MESSAGES",

@@ -33,7 +33,12 @@ SIZES_OF = {
 Found = tuple[str, str]
 """The name of a call, and what is wrong with it."""
 
-_SENDS_NOTHING = ("_async_input_mm", "_async_input_scaled_mm", "_scaled_matmul")
+_SENDS_NOTHING = (
+    "_async_input_mm",
+    "_async_input_scaled_mm",
+    "_invariant_matmul",
+    "_scaled_matmul",
+)
 _ways: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

@@ -300,6 +300,8 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
             given = {k: t if t is None else t.detach().clone() for k, t in scaled_sum.items()}
             by_copies_too = out | {"use_fast_accum": False, "config": "portable"}
             yield Call(op, given, by_copies_too, flops, False)
+    alone = {"A": make.numbers(*shape), "B": make.numbers(K, N), "bias": make.numbers(N)}
+    yield Call("agmm::_invariant_matmul", alone, {}, flops, True)
     pivot: _Settings = {"a_chunk_pivot": 0}
     plain = {"a": make.numbers(m, K), "b": make.numbers(K, N), "a_chunk_signals": make.signals()}
     yield Call("agmm::_async_input_mm", plain, pivot, flops, False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_groups import fresh_group
 
 import agmm
-from agmm import _env
+from agmm import _env, nn
 from agmm.ops import kept, small_collectives
 from agmm.planning import call_plans
 from agmm.planning.cost_model.collectives import MOST_BYTES
@@ -181,4 +181,44 @@ def by_other_ways_on_gpus(world_size: int, dtype: torch.dtype) -> list[str] | No
     )
     if not torch.equal(many, wanted.repeat(copies, 1)):
         faults.append("many rows have other bits")
+    return faults
+
+
+def rows_of_a_layer(
+    world_size: int, sizes: tuple[int, int], dtype: torch.dtype, device: str
+) -> list[str] | None:
+    """Faults found of a column-wise linear for decoding: rows whose bits depend on other rows, a
+    captured call with other bits, and a product that is wrong."""
+    group = _group(world_size, device)
+    if group is None:
+        return None
+    (n, k), most, faults = sizes, max(COUNTS), []
+    layer = nn.ColumnParallelLinear(
+        *(k, n * world_size),
+        group=group,
+        sequence_parallel=False,
+        device=device,
+        dtype=dtype,
+    )
+    x = _random((most, k), dtype, 5, device)
+    with mock.patch.object(_env, "batch_invariant_at_start", "on"), torch.no_grad():
+        whole = layer(x)
+        for first, count in (*((0, count) for count in COUNTS), (7, 5), (40, 33), (99, 1)):
+            rows = slice(first, first + count)
+            if not torch.equal(layer(x[rows].clone()), whole[rows]):
+                faults.append(f"{count} rows from {first} on have other bits")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(captured, whole):
+            faults.append("a captured call has other bits")
+    weight, bias = layer.operands()
+    wanted = x.double() @ weight[0].double().t() + bias[0].double()
+    off = (whole.double() - wanted).norm() / wanted.norm()
+    if not off < torch.finfo(dtype).eps:
+        faults.append(f"the product is off by {off}")
     return faults

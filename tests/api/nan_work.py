@@ -221,6 +221,7 @@ def _arguments() -> dict[str, dict[str, Any]]:
             **scales,
             **signals,
         },
+        "_invariant_matmul": {"A": A, "B": B, "bias": bias},
         "_scaled_matmul": {
             "A": shard.to(_f8),
             "B": B.to(_f8),

@@ -10,9 +10,11 @@ import invariance_work
 import pytest
 import torch
 from short_ids import short
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import agmm
-from agmm import _env
+from agmm import _env, nn
 from agmm.errors import forget_warnings
 from agmm.ops import invariant
 from agmm.testing.ranks import RankPool
@@ -114,3 +116,50 @@ def test_an_op_that_cannot_be_asked_says_so_once(
     said = [str(one.message) for one in found if "AGMM_BATCH_INVARIANT" in str(one.message)]
     wanted = "AGMM_BATCH_INVARIANT: found on, but all_gather_matmul does not take batch_invariant"
     assert [one.split(",")[0:2] for one in said] == [wanted.split(",")] * (value == "on")
+
+
+def _layer(kind: str, mesh: DeviceMesh, dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes: Any = (65, [24, 40]) if kind == "several outputs" else (65, 24)
+    if kind == "style":
+        linear = torch.nn.Linear(*sizes, dtype=dtype)
+        return parallelize_module(linear, mesh, nn.ReplicatedColwiseParallel())
+    return nn.ColumnParallelLinear(*sizes, device_mesh=mesh, sequence_parallel=False, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["layer", "several outputs", "style"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_for_decoding_keeps_the_bits_of_a_row(
+    group: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = _layer(kind, init_device_mesh("cpu", (1,)), dtype)
+    x = torch.randn(100, 65).to(dtype).requires_grad_()
+
+    def outs(rows: torch.Tensor) -> torch.Tensor:
+        found = layer(rows)
+        return torch.cat(found, -1) if isinstance(found, tuple) else found
+
+    of_torch = outs(x)
+    inputs = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(of_torch.sum(), inputs)
+    monkeypatch.setattr(_env, "batch_invariant_at_start", "on")
+    recorded = outs(x)
+    for found, one in zip(torch.autograd.grad(recorded.sum(), inputs), wanted, strict=True):
+        assert torch.equal(found, one)
+    with torch.no_grad():
+        whole = outs(x)
+        assert torch.equal(recorded, whole)
+        torch.testing.assert_close(whole, of_torch.detach())
+        for first, count in ((0, 1), (0, 5), (7, 33), (99, 1)):
+            assert torch.equal(outs(x[first : first + count]), whole[first : first + count])
+        assert torch.equal(outs(x.view(4, 25, 65)), whole.view(4, 25, -1))
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(outs, backend="aot_eager")(x[:3]), whole[:3])
+
+
+def test_a_product_that_is_not_invariant_is_warned_of(group: str) -> None:
+    forget_warnings()
+    A, B = torch.ones(4, 6, dtype=torch.int32), torch.ones(6, 3, dtype=torch.int32)
+    message = "AGMM_BATCH_INVARIANT: found on, but torch multiplies: A: dtype=torch.int32"
+    with pytest.warns(UserWarning, match=message):
+        assert torch.equal(torch.ops.agmm._invariant_matmul(A, B, None), A @ B)

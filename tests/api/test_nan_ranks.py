@@ -89,6 +89,7 @@ def test_nothing_is_sent_where_it_raises(name: str) -> None:
 SENT: dict[str, set[str]] = {
     "_async_input_mm": set(),
     "_async_input_scaled_mm": set(),
+    "_invariant_matmul": set(),
     "_scaled_matmul": set(),
     "_fused_all_gather_matmul_native": {"A_shard"},
     "_all_gather_matmul": {"A_shard"},

@@ -42,3 +42,14 @@ def test_every_way_has_the_same_bits(gpu_pool: RankPool, world_size: int) -> Non
     for dtype in (torch.bfloat16, torch.float16):
         found = gpu_pool.run(invariance_work.by_other_ways_on_gpus, world_size, dtype)
         check(found, world_size)
+
+
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(1, 2))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_layer_for_decoding_keeps_the_bits_of_a_row(
+    gpu_pool: RankPool, world_size: int, sizes: tuple[int, int]
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        found = gpu_pool.run(invariance_work.rows_of_a_layer, world_size, sizes, dtype, "cuda")
+        check(found, world_size)

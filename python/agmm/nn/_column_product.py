@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from agmm.ops.checks import needs_gradient
+from agmm.ops.invariant_matmul import linear
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.operands import autocast
 
@@ -23,7 +24,7 @@ class _ColumnProduct(torch.autograd.Function):
         _, ctx.needs_x, ctx.needs_weight, ctx.needs_bias = ctx.needs_input_grad
         ctx.group = group
         ctx.save_for_backward(x if ctx.needs_weight else None, weight if ctx.needs_x else None)
-        return torch.nn.functional.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -44,7 +45,8 @@ def column_product(
     x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, group: dist.ProcessGroup | str
 ) -> torch.Tensor:
     """``x @ weight.t() + bias``, of this rank's outputs. The backward sums the gradient of ``x``
-    over the ranks, and is collective where ``x`` needs one.
+    over the ranks, and is collective where ``x`` needs one. The product is batch-invariant where
+    AGMM_BATCH_INVARIANT asks for it.
 
     Args:
         x: [..., K], the same on all ranks.
@@ -54,6 +56,6 @@ def column_product(
     """
     bias, x, weight = autocast((bias, x, weight), x.device)
     if not needs_gradient(x, weight, bias):
-        return torch.nn.functional.linear(x, weight, bias)
+        return linear(x, weight, bias)
     found: torch.Tensor = _ColumnProduct.apply(group, x, weight, bias)
     return found

@@ -43,7 +43,8 @@ class ColumnParallelLinear(ShardedLinear):
             multiples of 16.
         sequence_parallel: whether ``x`` is this rank's rows. With False it is all rows, the same on
             all ranks, as in decoding: the forward communicates nothing, and the backward sums the
-            gradient of ``x``. Neither ``save_gathered`` nor ``fp8`` goes with False.
+            gradient of ``x``. With ``AGMM_BATCH_INVARIANT=on`` a row's bits do not depend on the
+            other rows then. Neither ``save_gathered`` nor ``fp8`` goes with False.
         device: of the parameters.
         dtype: of the parameters.
 

@@ -39,7 +39,8 @@ class ReplicatedColwiseParallel(_ReplicatedStyle):
     """``torch.nn.Linear`` whose input is the same on all ranks, and whose outputs are sharded.
 
     Takes the place of ``ColwiseParallel()``. The forward communicates nothing; the backward
-    multiplies and sums the input's gradient by `agmm.matmul_all_reduce`.
+    multiplies and sums the input's gradient by `agmm.matmul_all_reduce`. With
+    ``AGMM_BATCH_INVARIANT=on`` a row's bits do not depend on the other rows.
 
     Args:
         use_local_output: return a tensor, not a DTensor sharded along its last dimension.

@@ -18,6 +18,7 @@ from agmm.ops.autograd import (
     gather_gradients,
     scatter_gradients,
 )
+from agmm.ops.invariant_matmul import linear
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.runtime import groups
 
@@ -70,7 +71,7 @@ class _AllRows(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_weight else None, B if ctx.needs_x else None)
         if is_output_summed:
             return matmul_all_reduce(x, B, group, bias=bias, strict=strict)
-        return torch.nn.functional.linear(x, B.t(), bias)
+        return linear(x, B.t(), bias)
 
     @staticmethod
     @once_differentiable

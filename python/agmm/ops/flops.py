@@ -106,6 +106,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_async_input_scaled_mm": _scaled_waiting_product,
     "_grouped_grad_of_weight": _grouped_grad,
     "_grouped_matmul_reduce_scatter": _grouped_scatter,
+    "_invariant_matmul": _product,
     "_matmul_all_reduce": _product,
     "_matmul_all_reduce_rms_norm": _product,
     "_matmul_reduce_scatter": _products,
