@@ -216,8 +216,8 @@ def rows_of_a_layer(
         torch.cuda.synchronize()
         if not torch.equal(captured, whole):
             faults.append("a captured call has other bits")
-    weight, bias = layer.operands()
-    wanted = x.double() @ weight[0].double().t() + bias[0].double()
+    weights, biases = layer.operands()
+    wanted = x.double() @ weights[0].double() + biases[0].double()
     off = (whole.double() - wanted).norm() / wanted.norm()
     if not off < torch.finfo(dtype).eps:
         faults.append(f"the product is off by {off}")
