@@ -254,6 +254,8 @@ def _scatters(make: _Maker) -> Iterator[Call]:
     part = list(make.whole) if sizes.is_last else list(sizes.leading)
     added = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}
     yield Call(one, added, dim | {"reduce_op": "avg"}, flops, True)
+    alone = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}
+    yield Call(one, alone, dim | {"reduce_op": "avg", "batch_invariant": True}, flops, True)
     settings = dim | {"reduce_op": "sum"}
     for residual in (None, make.numbers(*part, n_local)):
         both = of_two(A="As", B="Bs") | {"residual": residual}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from unittest import mock
 
 import rank_work
@@ -119,16 +120,21 @@ def by_other_ways(world_size: int, dtype: torch.dtype) -> list[str] | None:
     agmm.errors.forget_warnings()
     own, faults = Operands(24, 40, dtype, dist.get_rank(group), "cpu"), []
     wanted = own.rows(slice(0, 7), group, strict=True)
+    scatter = partial(agmm.matmul_reduce_scatter, own.A[:96], own.B, bias=own.bias)
+    part = scatter(group, batch_invariant=True, strict=True)
     with (
         mock.patch.object(groups, "host_id", return_value=f"host {dist.get_rank()}"),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         found = own.rows(slice(0, 7), other)
+        by_backend = scatter(other, batch_invariant=True)
     if world_size > 1 and not any("unfused path" in str(one.message) for one in caught):
         faults.append("the unfused path was taken in silence")
     if not torch.equal(found, wanted):
         faults.append("the backend's sum has other bits")
+    if not torch.equal(by_backend, part):
+        faults.append("the backend's scatter has other bits")
     torch.compiler.reset()
     compiled = torch.compile(lambda: own.rows(slice(0, 7), group), backend="aot_eager")
     if not torch.equal(compiled(), wanted):
@@ -216,9 +222,55 @@ def rows_of_a_layer(
         torch.cuda.synchronize()
         if not torch.equal(captured, whole):
             faults.append("a captured call has other bits")
-    weight, bias = layer.operands()
-    wanted = x.double() @ weight[0].double().t() + bias[0].double()
+    weights, biases = layer.operands()
+    wanted = x.double() @ weights[0].double() + biases[0].double()
     off = (whole.double() - wanted).norm() / wanted.norm()
     if not off < torch.finfo(dtype).eps:
         faults.append(f"the product is off by {off}")
+    return faults
+
+
+def scattered_rows(world_size: int, dtype: torch.dtype, device: str = "cpu") -> list[str] | None:
+    """Faults found of a matmul + reduce-scatter: rows whose bits depend on other rows, a backend's
+    or a compiled call with other bits, and a sum that is wrong."""
+    group = _group(world_size, device)
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    every = [Operands(72, 136, dtype, r, device) for r in range(world_size)]
+    own = every[rank]
+
+    def scattered(rows: int, strict: bool = False) -> torch.Tensor:
+        """The first rows of the sum, of all ranks."""
+        part = rows // world_size
+        found = agmm.matmul_reduce_scatter(
+            *(own.A[:rows].clone(), own.B, group),
+            bias=own.bias,
+            residual=own.residual[rank * part : (rank + 1) * part].clone(),
+            batch_invariant=True,
+            strict=strict,
+        )
+        parts = [torch.empty_like(found) for _ in range(world_size)]
+        dist.all_gather(parts, found, group=group)
+        return torch.cat(parts)
+
+    whole = scattered(96, strict=device == "cpu")
+    for times in (1, 2, 11, 16):
+        rows = times * world_size
+        if not torch.equal(scattered(rows), whole[:rows]):
+            faults.append(f"the first {rows} rows have other bits")
+    wanted = _rounded_in_order(every, dtype, rounds_twice=device != "cpu")[:96]
+    off = (whole.double() - wanted.double()).norm() / wanted.double().norm()
+    if not off < 0.5 * torch.finfo(dtype).eps + 1e-6 * (dtype.itemsize < 8):
+        faults.append(f"the sum is off by {off}")
+    if device == "cpu":
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda: agmm.matmul_reduce_scatter(own.A[:96], own.B, group, batch_invariant=True),
+            backend="aot_eager",
+        )
+        eager = agmm.matmul_reduce_scatter(own.A[:96], own.B, group, batch_invariant=True)
+        if not torch.equal(compiled(), eager):
+            faults.append("a compiled call has other bits")
+        torch.compiler.reset()
     return faults

@@ -37,6 +37,12 @@ def test_a_row_has_its_bits_among_any_others(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
+def test_scattered_rows_have_their_bits_among_any_others(pool: RankPool, world_size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        check(pool.run(invariance_work.scattered_rows, world_size, dtype), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_way_has_the_same_bits(pool: RankPool, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         check(pool.run(invariance_work.by_other_ways, world_size, dtype), world_size)
@@ -59,6 +65,8 @@ def test_every_way_has_the_same_bits(pool: RankPool, world_size: int) -> None:
 def test_bad_input_is_named(group: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
         agmm.matmul_all_reduce(torch.ones(4, 6), torch.ones(6, 3), group, **settings)
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        agmm.matmul_reduce_scatter(torch.ones(4, 6), torch.ones(6, 3), group, **settings)
 
 
 def test_the_environment_says_what_calls_leave_open(
@@ -89,6 +97,8 @@ def test_gradients_are_those_of_other_calls(group: str) -> None:
         for one in (True, False)
     )
     assert all(map(torch.equal, found, wanted))
+    of_scatter = agmm.matmul_reduce_scatter(A, B, batch_invariant=True)
+    assert all(map(torch.equal, torch.autograd.grad(of_scatter.sum(), (A, B)), wanted))
 
 
 def test_what_agmm_does_not_sum_is_warned_of(group: str) -> None:

@@ -53,3 +53,12 @@ def test_a_layer_for_decoding_keeps_the_bits_of_a_row(
     for dtype in (torch.bfloat16, torch.float16):
         found = gpu_pool.run(invariance_work.rows_of_a_layer, world_size, sizes, dtype, "cuda")
         check(found, world_size)
+
+
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(1, 2))
+def test_scattered_rows_have_their_bits_among_any_others(
+    gpu_pool: RankPool, world_size: int
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(gpu_pool.run(invariance_work.scattered_rows, world_size, dtype, "cuda"), world_size)

@@ -17,7 +17,7 @@ from agmm.ops import portable
 from agmm.ops.checks import check_no_backward, check_scatterable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.kept import kind_of
-from agmm.ops.pipeline import KERNEL
+from agmm.ops.pipeline import KERNEL, warn_of_batches
 from agmm.ops.plain_gather import PlainGather, gather
 from agmm.ops.plain_scatter import PlainScatter, scatter
 from agmm.ops.scatter import ScatterSettings
@@ -264,6 +264,7 @@ def _why_unfused_scatter(call: PlainScatter) -> str | None:
 
 
 def _scatter_route(A: torch.Tensor, fused: bool) -> _Route:
+    warn_of_batches("fused_matmul_reduce_scatter")
     # The backend of CPU ranks serves the call whatever is planned.
     strict = fused and A.device.type == "cpu"
     return lambda As, Bs, group, dim, op: scatter(

@@ -18,6 +18,7 @@ from agmm.ops.autograd import (
     gather_gradients,
     scatter_gradients,
 )
+from agmm.ops.invariant import is_asked
 from agmm.ops.invariant_matmul import linear
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.runtime import groups
@@ -103,7 +104,7 @@ def scatter_product(
 ) -> torch.Tensor:
     """`matmul_reduce_scatter`, whose backward gives ``Aᵀ @ dout`` to ``grad_of_weight``."""
     name = groups.name_of(group)
-    settings = name, groups.world_size_of(name), 0, "sum", strict
+    settings = name, groups.world_size_of(name), 0, "sum", strict, "", is_asked(None)
     out: torch.Tensor = _Scatter.apply(grad_of_weight, 1, settings, None, None, x, B)
     return out
 

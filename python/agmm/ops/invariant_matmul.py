@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +52,29 @@ def why_not_invariant(A: torch.Tensor) -> str | None:
     return f"A: dtype={A.dtype}, a batch-invariant product wants a floating-point type"
 
 
+def why_not_streamed(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> str | None:
+    """The reason why no streaming kernel multiplies one of these pairs on a GPU, or None."""
+    reasons = (invariant.why_not_streamed(A, B) for A, B in zip(As, Bs, strict=True))
+    return next(filter(None, reasons), None)
+
+
+def product_on_gpu(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """``A @ B`` by a streaming kernel, or by the library in blocks of rows. A is [..., K]."""
+    rows = A.reshape(-1, A.shape[-1]).contiguous()
+    ready = _ready_for(rows, B)
+    out = invariant.in_blocks(rows, B) if isinstance(ready, str) else ready(rows, B, None)
+    return reshaped(out, [*A.shape[:-1], B.shape[1]])
+
+
 class _Ready(NamedTuple):
     """A product by a streaming kernel, of operands of one kind."""
 
     call: cuda_calls.ReadyMatmul
     copying: Copying | None
+
+    def __call__(self, A: torch.Tensor, B: torch.Tensor, bias: _Maybe) -> torch.Tensor:
+        weight = B if self.copying is None else self.copying.weight(B)
+        return self.call(A, weight, None, bias=bias)
 
 
 _ready: dict[Any, _Ready] = {}
@@ -93,8 +112,7 @@ def _on_cpu(A: torch.Tensor, B: torch.Tensor, bias: _Maybe) -> torch.Tensor:
 def _on_cuda(A: torch.Tensor, B: torch.Tensor, bias: _Maybe) -> torch.Tensor:
     ready = _ready_for(A, B)
     if not isinstance(ready, str):
-        weight = B if ready.copying is None else ready.copying.weight(B)
-        return ready.call(A, weight, None, bias=bias)
+        return ready(A, B, bias)
     warn_once(f"agmm multiplies blocks of rows by the library: {ready}")
     out = invariant.in_blocks(A, B)
     return out if bias is None else out.add_(bias)

@@ -113,7 +113,7 @@ library.define(
 library.define(
     "_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? bias, str group_name, "
     "int world_size, int scatter_dim, str reduce_op, bool strict=False, Tensor? residual=None, "
-    'str config="") -> Tensor'
+    'str config="", bool batch_invariant=False) -> Tensor'
 )
 library.define(
     "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "

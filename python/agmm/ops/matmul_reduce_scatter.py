@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, scatter_plan
+from agmm.ops import invariant, kept, scatter_plan
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import (
     check_flag,
@@ -19,8 +19,10 @@ from agmm.ops.checks import (
     check_scatterable,
     needs_gradient,
 )
+from agmm.ops.invariant_scatter import InvariantScatter
 from agmm.ops.library import library
 from agmm.ops.operands import PLAIN_TYPES, autocast, is_watched
+from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import kind_of_one, kind_of_scatter, scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import Plan
@@ -38,6 +40,7 @@ def _fake(
     strict: bool = False,
     residual: torch.Tensor | None = None,
     config: str = "",
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     shape = [*As[0].shape[:-1], Bs[0].shape[1]]
@@ -73,11 +76,15 @@ def _impl(
     strict: bool = False,
     residual: torch.Tensor | None = None,
     config: str = "",
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
     settings = ScatterSettings(
         scatter_dim, reduce_op, strict, scatter_plan.named_of_scatter(config)
     )
+    if batch_invariant:
+        invariant.check_config(config)
+        return serve(InvariantScatter(As, Bs, bias, group, settings, residual=residual))
     return scatter(As, Bs, bias, group, settings, residual=residual)
 
 
@@ -119,14 +126,17 @@ def _kept(
 
 
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    known = _kept(A, B, None, None, groups.group_of(group_name), 0, reduce_op, False)
-    if known is not None:
-        return known
+    is_invariant = invariant.is_asked(None)
+    if not is_invariant:
+        known = _kept(A, B, None, None, groups.group_of(group_name), 0, reduce_op, False)
+        if known is not None:
+            return known
     check_operand("A", A)
     check_operand("B", B)
     world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
-    out: torch.Tensor = op([A], [B], None, group_name, world_size, 0, reduce_op)
+    settings = group_name, world_size, 0, reduce_op, False, None, "", is_invariant
+    out: torch.Tensor = op([A], [B], None, *settings)
     return out
 
 
@@ -151,6 +161,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     config: str | None = None,
+    batch_invariant: bool | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
     """``reduce_scatter(A @ B) (+ bias) (+ residual)``: the second half of a tensor-parallel layer.
@@ -190,6 +201,8 @@ def matmul_reduce_scatter(
             other's memory; ``"streamed"`` for one kernel of few rows on Hopper, which reads the
             weight at the rate of memory and sends each rank its rows of the sums; ``"unfused"``; or
             None for the chosen plan.
+        batch_invariant: the bits of a row do not depend on how many other rows there are, with a
+            plan of its own, so without ``config``; None for what ``AGMM_BATCH_INVARIANT`` says.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
@@ -201,7 +214,8 @@ def matmul_reduce_scatter(
         Unsupported: under ``strict`` only.
     """
     plan = None if config is None else scatter_plan.named_of_scatter(config)
-    if strict is False or strict is True:
+    batch_invariant = invariant.is_asked(batch_invariant)
+    if not batch_invariant and (strict is False or strict is True):
         known = _kept(A, B, bias, residual, group, scatter_dim, reduce_op, strict, plan)
         if known is not None:
             return known
@@ -235,5 +249,6 @@ def matmul_reduce_scatter(
         strict,
         residual,
         config or "",
+        batch_invariant,
     )
     return out

@@ -20,7 +20,12 @@ from agmm.errors import Unsupported, compose, fall_back, take_portable, warn_onc
 from agmm.ops import kept, learning, seen
 from agmm.planning import call_plans
 from agmm.planning.plans import Plan
-from agmm.planning.problems import MATMUL_ALL_REDUCE, NORMED, Problem
+from agmm.planning.problems import (
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    NORMED,
+    Problem,
+)
 from agmm.runtime import backends, groups, hosts
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
@@ -38,7 +43,7 @@ TORCH = "torch"
 """`Route.by` of a call that torch's fused op computes."""
 LIBRARY = "library"
 """`Route.by` of a call that the group's backend and the library compute: the unfused path."""
-TAKE_BATCH_INVARIANT = (MATMUL_ALL_REDUCE, NORMED)
+TAKE_BATCH_INVARIANT = (MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, NORMED)
 """The ops that take ``batch_invariant=``."""
 
 
@@ -216,7 +221,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
     groups.check_alive(group)
     call.check()
     words = call.words()
-    _warn_of_batches(words.op)
+    warn_of_batches(words.op)
     if backends.is_fake(group):
         dry = call.by_library(words)
         seen.served(call, words, "dry run", None)
@@ -257,7 +262,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
         return by_library
 
 
-def _warn_of_batches(op: str) -> None:
+def warn_of_batches(op: str) -> None:
     """Warns where the environment asks for batch invariance and an op that multiplies cannot be
     asked for it: its kernel depends on the number of rows."""
     if "matmul" in op and op not in TAKE_BATCH_INVARIANT and _env.batch_invariant() == "on":

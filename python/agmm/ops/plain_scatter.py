@@ -57,6 +57,9 @@ class PlainScatter(ScatterCall):
         residual: this rank's shard of one, or None.
     """
 
+    is_invariant = False
+    """Whether a row's bits may not depend on the other rows."""
+
     def __init__(
         self,
         As: Sequence[torch.Tensor],
@@ -145,8 +148,10 @@ class PlainScatter(ScatterCall):
         if residual is not None:
             residual = residual.movedim(self.dim, 0).flatten(0, -2)
         agreed = f"{list(self.A.shape[:-1])} along {self.dim}"
+        if self.is_invariant:
+            agreed += ", batch-invariant"
         return cpu_workspace(self.group).reduce_scatter(
-            cpu_scatter.plain_sum(As, self.Bs, self.bias, residual),
+            cpu_scatter.plain_sum(As, self.Bs, self.bias, residual, invariant=self.is_invariant),
             self.settings.reduce_op,
             words,
             agreed=agreed,

@@ -263,6 +263,30 @@ def all_reduced(
     return collectives.all_reduce(partial, group.group_name, in_place=in_place, call=for_call)
 
 
+def reduce_scattered_in_order(
+    partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call
+) -> torch.Tensor:
+    """This rank's rows of the sum over the ranks of a product, whose first dimension is a multiple
+    of their number. Sums of any size are made in the order of the ranks and rounded once: by a
+    kernel, or of rows that the backend gathers."""
+    size = group.size()
+    partial = partial.contiguous()
+    if size == 1:
+        return partial
+    if _is_by_kernel("reduce_scatter", partial, group, strict=True):
+        _look_through(partial, group, for_call)
+        method = collective_method("reduce_scatter", partial.nbytes, size)
+        out = partial.new_empty(len(partial) // size, *partial.shape[1:])
+        with contextlib.suppress(Unsupported):  # nothing was begun, on no rank
+            call("reduce_scatter", method, partial, out, group)
+            return out
+    parts = collectives.start_all_gather(partial, group.group_name, 0, call=for_call)()
+    own = [part.chunk(size)[group.rank()] for part in parts.chunk(size)]
+    total = torch.empty_like(own[0], dtype=sum_dtype(partial.dtype))
+    add_up(own, 1, total)
+    return total.to(partial.dtype)
+
+
 def all_gathered(
     shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call, *, strict: bool = False
 ) -> torch.Tensor:
