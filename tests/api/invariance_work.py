@@ -222,8 +222,9 @@ def rows_of_a_layer(
         torch.cuda.synchronize()
         if not torch.equal(captured, whole):
             faults.append("a captured call has other bits")
-    weights, biases = layer.operands()
-    wanted = x.double() @ weights[0].double() + biases[0].double()
+    weights, (bias, *_) = layer.operands()
+    assert bias is not None
+    wanted = x.double() @ weights[0].double() + bias.double()
     off = (whole.double() - wanted).norm() / wanted.norm()
     if not off < torch.finfo(dtype).eps:
         faults.append(f"the product is off by {off}")

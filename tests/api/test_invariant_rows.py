@@ -132,7 +132,7 @@ def _layer(kind: str, mesh: DeviceMesh, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes: Any = (65, [24, 40]) if kind == "several outputs" else (65, 24)
     if kind == "style":
-        linear = torch.nn.Linear(*sizes, dtype=dtype)
+        linear = torch.nn.Linear(65, 24, dtype=dtype)
         return parallelize_module(linear, mesh, nn.ReplicatedColwiseParallel())
     return nn.ColumnParallelLinear(*sizes, device_mesh=mesh, sequence_parallel=False, dtype=dtype)
 
