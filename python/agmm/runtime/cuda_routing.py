@@ -8,6 +8,9 @@ from agmm import _core
 from agmm.runtime import capabilities
 from agmm.runtime.streams import stream_of
 
+_IDS = {torch.int32: _core.RouteIds.int32, torch.int64: _core.RouteIds.int64}
+"""The dtypes of ids that the kernel reads."""
+
 
 def routed(
     ids: torch.Tensor,
@@ -29,7 +32,7 @@ def routed(
         capacity: the rows of the result.
         checks_capacity: whether more rows of any rank than that end in an assertion as well.
     """
-    given = _core.RouteIds.__members__.get(str(ids.dtype).removeprefix("torch."))
+    given = _IDS.get(ids.dtype)
     if (
         not ids.is_cuda
         or given is None
